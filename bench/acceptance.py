@@ -155,9 +155,12 @@ def read(results: "Sequence[StepResult]", new: int, seconds: float) -> Run:
         for row in rows:
             if len(run.tokens[row]) < new:
                 run.tokens[row].extend(tokens[: number[row], row].tolist())
-                if result.drafts is not None:
-                    drafted = int(result.drafts.drafted[row])
+                if result.drafts is None:
+                    continue
+                if drafted := int(result.drafts.drafted[row]):
                     run.rounds[row].append((drafted, int(number[row]) - 1))
+                else:  # a program of several rounds
+                    run.rounds[row] += [(0, 0)] * int(number[row])
     for row in rows:
         del run.tokens[row][new:]
     return run

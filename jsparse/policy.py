@@ -75,7 +75,7 @@ class Services(NamedTuple):
             requires all heads of a row to hold the same tokens.
         checked: updates the state after a verification round (`exact=True`). It receives each
             layer's "page_mass" of the mean of the verified tokens' queries over all tokens before
-            them, and over the token itself if it is the only one. None: no report.
+            them; in rounds without drafts, also over the token itself. None: no report.
     """
 
     maintain: MaintainFn = _no_maintenance

@@ -18,6 +18,7 @@ from jsparse.engine.slots import Slots
 from jsparse.models.transformer import Weights
 from jsparse.policy import Policy, ServiceKind
 from jsparse.runtime.compilation import inlined
+from jsparse.runtime.draft_length import MOST_STEPS
 from jsparse.runtime.program_set import ProgramKey
 from jsparse.runtime.rows import Batch, decode_steps, put, serviced, take
 from jsparse.runtime.shared_pages import SharedPages, scratch_group
@@ -157,7 +158,8 @@ def verify(
 ) -> tuple[Slots, Packed]:
     """Runs verification rounds without drafts of some rows, as `decode` runs steps."""
     keep = pack_for(spec, choice, pack_round)
-    static = spec.decoder, spec.policy, CHOICES[choice], spec.sizes.steps, keep
+    steps = min(spec.sizes.steps, MOST_STEPS)
+    static = spec.decoder, spec.policy, CHOICES[choice], steps, keep
 
     def run(part: Batch[SharedPages]) -> tuple[Batch[SharedPages], Packed]:
         return inlined(verify_steps)(*static, weights, read_only, part.made + inputs.counts, part)

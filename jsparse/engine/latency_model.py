@@ -23,7 +23,7 @@ class LatencyModel:
 
     def __init__(self, config: ModelConfig, sizes: EngineSizes) -> None:
         """Creates a model without measurements, for a model and an engine's sizes."""
-        self._sizes, self._length = sizes, DraftLength(adapts=sizes.adapts, steps=sizes.steps)
+        self._sizes, self._length = sizes, DraftLength(adapts=sizes.adapts)
         # the position where attention to earlier tokens costs the same arithmetic as the matrices
         self._even = config.layer_weights / (2 * config.num_heads * config.head_dim)
         newest = partial(deque[float], maxlen=NEWEST)
@@ -48,9 +48,9 @@ class LatencyModel:
         """Records the drafts of a verification round, and its time if it was measured."""
         self._length.observe(drafted, accepted)
         if milliseconds is not None:
-            took = milliseconds / 1e3 / work.steps
-            steps = work.drafts == 0
-            self._length.took(work.num_rows, max(drafted, default=0), took, steps=steps)
+            steps = work.steps if work.drafts == 0 else 0
+            number = max(drafted, default=0)
+            self._length.took(work.num_rows, number, milliseconds / 1e3, steps=steps)
 
     def drafts(self, rows: int, remaining: Sequence[Remaining] = (), *, steps: bool = False) -> int:
         """Returns how many tokens each row drafts next, in a program of `rows` rows.

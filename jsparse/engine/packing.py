@@ -57,11 +57,14 @@ def pack_round(made: VerificationRound, num_layers: int, *, layer_stats: bool, t
     token = jnp.where(nth < made.counts, made.tokens, token)
     stats = made.shares
 
-    def of_token(token: Rows, logprobs: Array, logits: Array) -> Int32[Array, "B w"]:
-        step = Step(token, logprobs, stats, made.overflow, logits)
+    def of_token(
+        token: Rows, logprobs: Array, overflow: Array, logits: Array
+    ) -> Int32[Array, "B w"]:
+        step = Step(token, logprobs, stats, overflow, logits)
         return pack(step, num_layers, layer_stats=layer_stats, top=top)
 
-    return jax.vmap(of_token)(token, made.logprobs, made.logits)
+    overflow = jnp.broadcast_to(made.overflow, token.shape)
+    return jax.vmap(of_token)(token, made.logprobs, overflow, made.logits)
 
 
 def pack_for(

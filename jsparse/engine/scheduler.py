@@ -27,7 +27,7 @@ from jsparse.engine.step_plan import (
     SharedPrefix,
     StepPlan,
 )
-from jsparse.runtime.draft_length import Remaining
+from jsparse.runtime.draft_length import MOST_STEPS, Remaining
 from jsparse.runtime.pauses import until_due
 
 # The most steps of a program while requests wait: a sequence that finishes early keeps its slot
@@ -282,7 +282,7 @@ class Scheduler:
         apart = wanted and self._can_run(num_rows, [seq.number for seq in seqs], 0)
         drafts = self._latency.drafts(num_rows, self._remaining(seqs), steps=apart)
         if apart and drafts == 0:
-            return self._steps(), 0, 0
+            return min(self._steps(), MOST_STEPS), 0, 0
         return 1, drafts, self.sizes.drafts_for(num_rows)
 
     def _remaining(self, seqs: list[SequenceState]) -> list[Remaining]:

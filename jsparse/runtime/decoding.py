@@ -20,7 +20,7 @@ from jsparse.policy import Policy
 from jsparse.runtime import room
 from jsparse.runtime.admission import Deployment
 from jsparse.runtime.decode_step import StepStats
-from jsparse.runtime.draft_length import Acceptance, DraftLength, Remaining
+from jsparse.runtime.draft_length import MOST_STEPS, Acceptance, DraftLength, Remaining
 from jsparse.runtime.pauses import due, next_steps, until_due
 from jsparse.runtime.rows import Batch, Step, decode_steps, first_tokens, no_recent, services_on
 from jsparse.runtime.sampling import ChooseFn
@@ -44,7 +44,7 @@ class Drafts(NamedTuple):
 
     Attributes:
         counts: the number of valid tokens per row (a prefix).
-        drafted: the number of drafted tokens; `counts - 1` of them were accepted.
+        drafted: the number of drafted tokens; if there are any, `counts - 1` were accepted.
     """
 
     counts: Rows
@@ -244,9 +244,7 @@ class Speculating(Decoding):
         """Prepares to decode, as `Decoding` does; no draft is accepted yet."""
         super().__init__(deployment, *others)
         program = deployment.params.decoder, self._policy, deployment.spec, deployment.drafts
-        self._length = DraftLength.continuing(
-            program, adapts=deployment.adapts, steps=deployment.max_steps
-        )
+        self._length = DraftLength.continuing(program, adapts=deployment.adapts)
         self._idled = self._length.idles
         self._on_device = jnp.asarray(self._limits, jnp.int32)
         self._narrow: Future[Callable[..., Any]] | None = None
@@ -282,7 +280,8 @@ class Speculating(Decoding):
 
     def _compile_without_drafts(self, batch: Batch[KVCache]) -> None:
         deployment = self._deployment
-        static = deployment.params.decoder, self._policy, self._choose, deployment.max_steps
+        count = min(deployment.max_steps, MOST_STEPS)
+        static = deployment.params.decoder, self._policy, self._choose, count
         run = verify_steps.on(deployment.params.mesh)
         made = run.ahead(*static, of_round, *self._given, batch)
         made.add_done_callback(_log_failure)
@@ -320,9 +319,8 @@ class Speculating(Decoding):
             acceptance.observe([int(drafted[row])], [max(int(counts[row]) - 1, 0)])
             self._rows[row] = Remaining(wanted - int(counts[row]), acceptance)
         if self._looked > before:
-            rounds = int(counts.max()) if steps else 1
-            seconds = (self._looked - before) / rounds
-            self._length.took(1, int(drafted.max()), seconds, steps=steps)
+            rounds = int(counts.max()) if steps else 0
+            self._length.took(1, int(drafted.max()), self._looked - before, steps=rounds)
 
     def _arguments(self) -> tuple[Any, ...]:
         return *self._static, *self._given, _int32(0)

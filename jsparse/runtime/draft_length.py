@@ -33,8 +33,9 @@ TRY_EVERY = 32
 DOUBTFUL = 1.2
 # If nothing is drafted, a draft is tried less often: it costs more than it reveals.
 TRY_ONE_EVERY = 128
-# The number of rounds without drafts after which a program for such rounds is worth compiling.
-OFTEN = 16
+# The number of rounds without drafts after which a program for such rounds is worth compiling, and
+# the most rounds that it runs: more would delay the next draft.
+OFTEN, MOST_STEPS = 16, 8
 # The number of tokens that matrix products process in the time of one, since they are bound by
 # reading the weights. More are bound by arithmetic; on a CPU any number is.
 VERIFIED_GPU = 256
@@ -82,12 +83,9 @@ class Remaining(NamedTuple):
 class DraftLength:
     """The choice of how many tokens the rows of a round draft."""
 
-    def __init__(self, *, adapts: bool, steps: int = 1) -> None:
-        """Sets up the estimates; without `adapts`, `choose` always returns the maximum.
-
-        `steps`: the number of rounds that follow the choice of no drafts.
-        """
-        self._adapts, self._steps = adapts, steps
+    def __init__(self, *, adapts: bool) -> None:
+        """Sets up the estimates; without `adapts`, `choose` always returns the maximum."""
+        self._adapts = adapts
         self._all = Acceptance(PRIOR_DRAFTS, PRIOR_DRAFTS * PRIOR_SHARE)
         newest = partial(deque[float], maxlen=NEWEST)
         self._times: dict[int, dict[int, deque[float]]] = defaultdict(lambda: defaultdict(newest))
@@ -95,15 +93,15 @@ class DraftLength:
         self._rounds = self._without = self._untried = 0
 
     @classmethod
-    def continuing(cls, key: Hashable, *, adapts: bool, steps: int = 1) -> "DraftLength":
+    def continuing(cls, key: Hashable, *, adapts: bool) -> "DraftLength":
         """Returns estimates that begin as the newest ones with this key, of an equal program.
 
         Numbers need not be tried again for each text.
         """
-        key = key, adapts, steps
+        key = key, adapts
         with _sharing:
             before = _newest.pop(key, None)
-            estimates = copy.deepcopy(before) if before else cls(adapts=adapts, steps=steps)
+            estimates = copy.deepcopy(before) if before else cls(adapts=adapts)
             _newest[key] = estimates
             if len(_newest) > KEPT:
                 _newest.pop(next(iter(_newest)))
@@ -148,16 +146,18 @@ class DraftLength:
 
     def _chosen(self, most: int, rows: int, remaining: Sequence[Remaining], *, steps: bool) -> int:
         self._rounds += 1
-        if sum(len(times) >= ENOUGH for times in self._times[rows].values()) < 2:
-            # two numbers determine the time of a draft; small ones waste little if none is accepted
-            several, times = (most + 1) // 2, self._times[rows]
-            return min((several, several // 2), key=lambda number: len(times[number]))
+        # two numbers determine the time of a draft; small ones waste little if none is accepted
+        several, times = (most + 1) // 2, self._times[rows]
+        first = {several, several // 2}
+        if steps and 0 in first:  # which would run in another program
+            first = {most, 1}
+        if sum(len(each) >= ENOUGH for each in times.values()) < len(first):
+            return min(sorted(first, reverse=True), key=lambda number: len(times[number]))
         if steps and len(self._of_steps[rows]) < ENOUGH:
             return 0
-        speeds = self._speeds(most, rows, remaining)
+        speeds = self._speeds(most, rows, remaining, steps=steps)
         best = max(range(most + 1), key=speeds.__getitem__)
         if best == 0:
-            self._untried += self._steps
             if self._untried < TRY_ONE_EVERY:
                 return 0
             self._untried = 0
@@ -173,15 +173,21 @@ class DraftLength:
         """Records the drafted and the accepted tokens of a round, per row."""
         self._all.observe(drafted, accepted)
 
-    def took(self, rows: int, drafts: int, seconds: float, *, steps: bool = False) -> None:
+    def took(self, rows: int, drafts: int, seconds: float, *, steps: int = 0) -> None:
         """Records the time of a round in which rows drafted at most `drafts` tokens each.
 
-        `steps`: it had no drafts, and ran in the program of such rounds.
+        `steps`: the number of rounds without drafts, if their own program ran them in this time.
         """
         with _sharing:
-            (self._of_steps[rows] if steps else self._times[rows][drafts]).append(seconds)
+            self._untried += steps if steps else int(drafts == 0)
+            if steps:
+                self._of_steps[rows].append(seconds / steps)
+            else:
+                self._times[rows][drafts].append(seconds)
 
-    def _speeds(self, most: int, rows: int, remaining: Sequence[Remaining]) -> list[float]:
+    def _speeds(
+        self, most: int, rows: int, remaining: Sequence[Remaining], *, steps: bool
+    ) -> list[float]:
         """Returns how fast rows near their ends, for each number of drafts up to `most`."""
         # of each row; a row without drafts has the acceptance of all
         prior = PRIOR_DRAFTS * self.agreement
@@ -195,15 +201,18 @@ class DraftLength:
         )
         tokens = np.cumsum(shares ** np.arange(most + 1)[:, None], axis=0)
         rounds = np.mean((wanted / tokens) ** POWER, axis=1) ** (1 / POWER)
-        return [1 / (self._seconds(rows, drafts) * each) for drafts, each in enumerate(rounds)]
+        seconds = [self._seconds(rows, drafts, steps=steps) for drafts in range(most + 1)]
+        return (1 / (np.array(seconds) * rounds)).tolist()
 
-    def _seconds(self, rows: int, drafts: int) -> float:
+    def _seconds(self, rows: int, drafts: int, *, steps: bool) -> float:
         """Returns the time of a round, by least squares; measured if it has its own program."""
-        if drafts == 0 and len(self._of_steps[rows]) >= ENOUGH:
+        if drafts == 0 and steps:
             return max(statistics.median(self._of_steps[rows]), 1e-9)
         known = {number: each for number, each in self._times[rows].items() if len(each) >= ENOUGH}
         times = {number: statistics.median(each) for number, each in known.items()}
-        each = max(statistics.linear_regression([*times], [*times.values()]).slope, 0.0)
+        each = 0.0
+        if len(times) > 1:
+            each = max(statistics.linear_regression([*times], [*times.values()]).slope, 0.0)
         base = statistics.mean(time - each * number for number, time in times.items())
         # a round takes some time, even if the fit gives less
         return max(base + drafts * each, 1e-3 * max(times.values()), 1e-9)

@@ -206,7 +206,7 @@ class Reader:
         for b, row in enumerate(self.rows):
             if row.builder.finish is None:
                 row.drafted += int(drafts.drafted[b])
-                row.accepted += max(int(drafts.counts[b]) - 1, 0)
+                row.accepted += min(max(int(drafts.counts[b]) - 1, 0), int(drafts.drafted[b]))
 
     @property
     def _done(self) -> int:

@@ -46,7 +46,7 @@ class VerificationRound(NamedTuple):
         drafted: the number of drafted tokens per row; `counts - 1` of them were accepted.
         stats: the shares that each draft attended and read in each layer, [drafts, L, B]; valid for
             the drafts that a row made.
-        overflow: the rows that had run out of room; they choose nothing.
+        overflow: the rows that had run out of room, of all tokens or of each; they choose nothing.
         logits: the logits that the tokens were chosen from.
     """
 
@@ -55,7 +55,7 @@ class VerificationRound(NamedTuple):
     counts: Rows
     drafted: Rows
     stats: StepStats
-    overflow: Bool[Array, "B"]
+    overflow: Bool[Array, "*n B"]
     logits: Float32[Array, "n B V"]
 
     @property
@@ -189,7 +189,7 @@ def verify_steps[Memory: (KVCache, SharedPages)](
     """Runs up to `count` rounds without drafts, and the due services of the rows.
 
     A round is a dense decode step that also updates the policy's state. Also returns the result of
-    `keep`, for one round of all tokens; limits are as in `speculate`.
+    `keep` on all rounds as one, with n = `count` tokens; limits are as in `speculate`.
     """
     static = decoder, policy, choose, 0, lambda made: made
     of_one = partial(inlined(speculate), *static, weights, read_only, limits, jnp.int32(0))
@@ -205,10 +205,10 @@ def verify_steps[Memory: (KVCache, SharedPages)](
     rounds = jnp.minimum(jnp.max(limits - batch.made), count)
     batch, each = lax.fori_loop(0, rounds, nth_round, (batch, empty))
     by_token = {name: getattr(each, name)[:, 0] for name in ("tokens", "logprobs", "logits")}
-    counts, overflow = jnp.sum(each.counts, axis=0), jnp.any(each.overflow, axis=0)
+    counts = jnp.sum(each.counts, axis=0)
     no_drafts = jax.tree.map(lambda share: share[0], each.stats)
     made = VerificationRound(
-        counts=counts, drafted=each.drafted[0], stats=no_drafts, overflow=overflow, **by_token
+        counts=counts, drafted=each.drafted[0], stats=no_drafts, overflow=each.overflow, **by_token
     )
     return batch, keep(made)
 

@@ -56,7 +56,7 @@ def batch_seconds(agreements, each, *, most=4, tokens=160, seed=0, of_rows=True)
     steps. A row that has ended takes no time of its own, which is half of a round's. An earlier
     batch gave the first estimates. Without `of_rows` the choice does not see the rows.
     """
-    random, length = Random(seed), DraftLength(adapts=True, steps=8)
+    random, length = Random(seed), DraftLength(adapts=True)
     for _ in range(2):
         took, late = 0.0, deque()
         rows = [Remaining(tokens, Acceptance()) for _ in agreements]
@@ -76,11 +76,11 @@ def batch_seconds(agreements, each, *, most=4, tokens=160, seed=0, of_rows=True)
             counts = [min(kept + rounds, n) for kept, n in zip(accepted, wanted, strict=True)]
             wanted = [left - count for left, count in zip(wanted, counts, strict=True)]
             took += seconds
-            late.append((drafted, accepted, counts, seconds / rounds))
+            late.append((drafted, accepted, counts, seconds, 0 if number else rounds))
             if len(late) > LAG:
-                drafted, accepted, counts, seconds = late.popleft()
+                drafted, accepted, counts, seconds, steps = late.popleft()
                 length.observe(drafted, accepted)
-                length.took(1, max(drafted), seconds, steps=not any(drafted))
+                length.took(1, max(drafted), seconds, steps=steps)
                 for b, (left, acceptance) in enumerate(rows):
                     acceptance.observe([drafted[b]], [accepted[b]])
                     rows[b] = Remaining(left - counts[b], acceptance)
@@ -194,7 +194,7 @@ def test_program_of_rounds_without_drafts_is_timed_once_it_is_ready():
     assert length.choose(4) > 0
     for _ in range(3):
         assert length.choose(4, steps=True) == 0
-        length.took(1, 0, 1.0, steps=True)
+        length.took(1, 0, 8.0, steps=8)
     assert [length.choose(4, steps=True) for _ in range(20)] == [0] * 20
 
 
@@ -231,19 +231,48 @@ def test_only_the_newest_estimates_are_kept(monkeypatch):
     for key in (0, 1, 0, *range(2, draft_length.KEPT + 1)):
         DraftLength.continuing(key, adapts=True)
     assert len(draft_length._newest) == draft_length.KEPT
-    assert (0, True, 1) in draft_length._newest and (1, True, 1) not in draft_length._newest
+    assert (0, True) in draft_length._newest and (1, True) not in draft_length._newest
 
 
-@pytest.mark.parametrize("steps", [1, 8])
+@pytest.mark.parametrize("steps", [0, 1, 8])
 def test_a_draft_is_tried_now_and_then(steps):
     """After 128 tokens without drafts, in however many programs."""
-    length = DraftLength(adapts=True, steps=steps)
-    for drafts in (4, 2) * 3:
+    length, tried, tokens = DraftLength(adapts=True), [], 0
+    for drafts in (2, 1) * 3:
         length.took(1, drafts, 1 + 5 * drafts)
-    chosen = [length.choose(4) for _ in range(4 * 128 // steps)]
-    assert [nth for nth, drafts in enumerate(chosen, 1) if drafts] == [
-        nth * 128 // steps for nth in (1, 2, 3, 4)
-    ]
+    for _ in range(3):
+        length.took(1, 0, 1.0, steps=steps)
+    while len(tried) < 3:
+        if length.choose(4, steps=steps > 0):
+            tried.append(tokens)
+            tokens = 0
+        else:
+            length.took(1, 0, steps or 1.0, steps=steps)
+            tokens += steps or 1
+    assert tried[1:] == [128, 128]
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 6])
+@pytest.mark.parametrize("ready", [0, 5, 100])
+def test_small_numbers_are_tried_beside_a_program_of_steps(most, ready):
+    """Drafts cost nothing and agree: the most are made, whenever the program becomes ready."""
+    length = DraftLength(adapts=True)
+    for nth in range(60):
+        number = length.choose(most, steps=nth >= ready)
+        length.observe([number], [number])
+        length.took(1, number, 1.0, steps=int(number == 0 and nth >= ready))
+    assert [length.choose(most, steps=ready <= 60) for _ in range(3)] == [most] * 3
+
+
+def test_time_of_steps_counts_only_while_their_program_runs():
+    """A step takes a quarter of a round without drafts in the program with room for them."""
+    length = DraftLength(adapts=True)
+    for drafts in (2, 1, 0) * 3:
+        length.took(1, drafts, 4 + 0.1 * drafts)
+        length.took(1, 0, 1.0, steps=1)
+        length.observe([2], [1])
+    assert length.choose(4, steps=True) == 0
+    assert length.choose(4) > 0
 
 
 def test_fixed_number_is_always_returned():

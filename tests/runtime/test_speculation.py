@@ -351,6 +351,22 @@ def test_rounds_without_drafts_have_a_separate_program(monkeypatch, steps):
     assert widths[:10] == [1, 4, *[steps] * 4, 4, steps, steps, 4]
 
 
+def test_tokens_of_rounds_without_drafts_are_no_accepted_drafts(monkeypatch):
+    """One token in four programs is drafted, and the others give three tokens each."""
+    monkeypatch.setattr(DraftLength, "idles", True)
+    monkeypatch.setattr(decoding, "MIN_PROGRAM_TOKENS", 8)
+    ahead, numbers = verify_steps.ahead, cycle((1, 0, 0, 0))
+    monkeypatch.setattr(verify_steps, "ahead", lambda *given: waited(ahead(*given)))
+    monkeypatch.setattr(DraftLength, "choose", lambda self, most, **_: next(numbers))
+    (expected, _) = decoded("dense", 0, GREEDY)
+    session = session_of(QUEST, DRAFTS, steps_per_program=3)
+    outs = answers(session, asked_of(session, GREEDY), SILENT, lambda *_: None, 0.0, 0.0)
+    for out, its in zip(outs, expected, strict=True):
+        assert out.token_ids == its.token_ids
+        drafted, accepted = out.stats.drafted_tokens, out.stats.accepted_tokens
+        assert 0 <= accepted <= drafted < len(out.token_ids) / 4
+
+
 def test_program_without_drafts_is_compiled_with_the_first(monkeypatch):
     """If the number of drafts may become 0, and enough tokens follow."""
     compiled, done = [], Future()
