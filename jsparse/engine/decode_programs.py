@@ -74,8 +74,6 @@ def decode_key(choice: SamplingMode, *size: int, drafts: int | None = None) -> P
     """
     if drafts is None:
         return decode.key(*size, choice=choice)
-    if drafts == 0:
-        return verify.key(*size, choice=choice)
     return draft_and_verify.key(*size, choice=choice, drafts=drafts)
 
 
@@ -135,34 +133,16 @@ def draft_and_verify(
     weights: Weights,
     read_only: ReadOnly,
 ) -> tuple[Slots, Packed]:
-    """Runs a verification round of some rows, as `decode` runs steps."""
+    """Runs a verification round of some rows, as `decode` runs steps; several without drafts."""
     keep = pack_for(spec, choice, pack_round)
-    static = spec.decoder, spec.policy, CHOICES[choice], drafts, keep
+    static = spec.decoder, spec.policy, CHOICES[choice]
 
     def run(part: Batch[SharedPages]) -> tuple[Batch[SharedPages], Packed]:
-        limits, most = part.made + inputs.counts, jnp.int32(drafts)
-        return inlined(speculate)(*static, weights, read_only, limits, most, part)
-
-    return _decoded(spec, slots, inputs, run)
-
-
-@engine_program("choice", placeholders=_no_rows, out=(SHARDED, REPLICATED))
-def verify(
-    spec: EngineSpec,
-    slots: Slots,
-    inputs: DecodeRows,
-    *,
-    choice: SamplingMode,
-    weights: Weights,
-    read_only: ReadOnly,
-) -> tuple[Slots, Packed]:
-    """Runs verification rounds without drafts of some rows, as `decode` runs steps."""
-    keep = pack_for(spec, choice, pack_round)
-    steps = min(spec.sizes.steps, MOST_STEPS)
-    static = spec.decoder, spec.policy, CHOICES[choice], steps, keep
-
-    def run(part: Batch[SharedPages]) -> tuple[Batch[SharedPages], Packed]:
-        return inlined(verify_steps)(*static, weights, read_only, part.made + inputs.counts, part)
+        given = weights, read_only, part.made + inputs.counts
+        if drafts:
+            return inlined(speculate)(*static, drafts, keep, *given, jnp.int32(drafts), part)
+        steps = min(spec.sizes.steps, MOST_STEPS)
+        return inlined(verify_steps)(*static, steps, keep, *given, part)
 
     return _decoded(spec, slots, inputs, run)
 

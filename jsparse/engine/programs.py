@@ -19,7 +19,6 @@ from jsparse.engine.decode_programs import (
     draft_and_verify,
     service,
     service_keys,
-    verify,
 )
 from jsparse.engine.evict_programs import evict
 from jsparse.engine.move_programs import swap_in, swap_out
@@ -40,7 +39,7 @@ logger = logging.getLogger("jsparse.engine")
 PROGRAMS = {
     each.name: each
     for each in (
-        *(start, prefill, replay, evict, refill, join, decode, draft_and_verify, verify),
+        *(start, prefill, replay, evict, refill, join, decode, draft_and_verify),
         *(leave, service, swap_out, swap_in),
     )
 }

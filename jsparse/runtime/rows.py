@@ -145,13 +145,13 @@ def decode_steps[Memory: (KVCache, SharedPages)](
         batch, result = step(batch, None if counts is None else counts > 0)
         return batch, jax.tree.map(lambda x: x[None], result)
     if policy.evicts or not isinstance(batch.cache, KVCache):
-        return _loop(step, count, batch, counts)
+        return looped(step, count, batch, counts)
 
     def lean(batch: Batch[Any], active: Bool[Array, "B"] | None) -> tuple[Batch[Any], Any]:
         batch, result = step(batch, active)
         return _of_cache(once, batch), result
 
-    batch, results = _loop(lean, count, _of_cache(once, batch), counts)
+    batch, results = looped(lean, count, _of_cache(once, batch), counts)
     return _of_cache(level, batch), results
 
 
@@ -159,10 +159,14 @@ def _of_cache(change: Callable[[KVCache], KVCache], batch: Batch[Any]) -> Batch[
     return batch._replace(cache=change(batch.cache))
 
 
-def _loop[Memory: (KVCache, SharedPages)](
+def looped[Memory: (KVCache, SharedPages)](
     step: Callable[..., Any], count: int, batch: Batch[Memory], counts: Int32[Array, "B"] | None
 ) -> tuple[Batch[Memory], Any]:
-    """Runs `decode_steps` as a loop."""
+    """Runs up to `count` steps of a batch in a loop; also returns their results, stacked.
+
+    `step` takes the batch and the active rows: row b takes part in the first `counts[b]` steps.
+    Steps without any row are skipped; None: all rows take part in all steps.
+    """
     if counts is None:
         return jax.lax.scan(step, batch, length=count)
 
@@ -173,6 +177,8 @@ def _loop[Memory: (KVCache, SharedPages)](
 
     shapes = jax.eval_shape(step, batch, counts > 0)[1]
     empty = jax.tree.map(lambda x: jnp.zeros((count, *x.shape), x.dtype), shapes)
+    if not count:
+        return batch, empty
     return jax.lax.fori_loop(0, jnp.minimum(jnp.max(counts), count), nth_step, (batch, empty))
 
 

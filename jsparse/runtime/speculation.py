@@ -28,7 +28,7 @@ from jsparse.runtime.chunk_attention import attend_few
 from jsparse.runtime.compilation import inlined, note_trace, program
 from jsparse.runtime.correct import recomputed
 from jsparse.runtime.decode_step import StepStats
-from jsparse.runtime.rows import Batch, Step, one_step
+from jsparse.runtime.rows import Batch, Step, looped, one_step
 from jsparse.runtime.sampling import ChooseFn
 from jsparse.runtime.shared_pages import SharedPages
 from jsparse.runtime.spread_programs import REPLICATED, SHARDED
@@ -115,16 +115,7 @@ def speculate[Memory: (KVCache, SharedPages)](
     # traced once, although its results' shapes are evaluated first
     traced = jax.jit(one_draft, inline=True)
 
-    def draft(nth: Array, so_far: Any) -> Any:
-        batch, made = traced(so_far[0], nth < drafted)
-        return batch, jax.tree.map(lambda all, one: all.at[nth].set(one), so_far[1], made)
-
-    shapes = jax.eval_shape(traced, batch, drafted > 0)[1]
-    empty = jax.tree.map(lambda x: jnp.zeros((drafts, *x.shape), x.dtype), shapes)
-    looped: Any = batch, empty
-    if drafts:
-        looped = lax.fori_loop(0, jnp.max(drafted), draft, looped)
-    batch, (guesses, stats) = looped
+    batch, (guesses, stats) = looped(traced, drafts, batch, drafted)
 
     # the last draft also enters the cache, so that one more token follows if all are accepted
     cache = batch.cache.of_rows(width > 0)
@@ -196,14 +187,7 @@ def verify_steps[Memory: (KVCache, SharedPages)](
     # traced once, although its results' shapes are evaluated first
     one_round = jax.jit(of_one, inline=True)
 
-    def nth_round(nth: Array, so_far: Any) -> Any:
-        batch, made = one_round(so_far[0])
-        return batch, jax.tree.map(lambda all, one: all.at[nth].set(one), so_far[1], made)
-
-    shapes = jax.eval_shape(one_round, batch)[1]
-    empty = jax.tree.map(lambda x: jnp.zeros((count, *x.shape), x.dtype), shapes)
-    rounds = jnp.minimum(jnp.max(limits - batch.made), count)
-    batch, each = lax.fori_loop(0, rounds, nth_round, (batch, empty))
+    batch, each = looped(lambda batch, _: one_round(batch), count, batch, limits - batch.made)
     by_token = {name: getattr(each, name)[:, 0] for name in ("tokens", "logprobs", "logits")}
     counts = jnp.sum(each.counts, axis=0)
     no_drafts = jax.tree.map(lambda share: share[0], each.stats)
