@@ -32,7 +32,8 @@ from jsparse.shapes import Rows
 
 # the verification rounds in flight when the oldest one's result helps to choose the draft length
 LAG = 2
-# the minimum number of tokens for which a program without drafts is worth compiling on a CPU
+# The minimum number of tokens for which a program without drafts is worth compiling on a CPU, unless
+# rounds of an earlier generation drafted nothing.
 MIN_PROGRAM_TOKENS = 256
 
 
@@ -245,13 +246,27 @@ class Speculating(Decoding):
         super().__init__(deployment, *others)
         program = deployment.params.decoder, self._policy, deployment.spec, deployment.drafts
         self._length = DraftLength.continuing(program, adapts=deployment.adapts)
-        self._idled = self._length.idles
+        # whether rounds without drafts get a program of their own
+        self._apart = deployment.adapts and (
+            jax.default_backend() == "gpu"
+            or max(self._limits) >= MIN_PROGRAM_TOKENS
+            or self._length.idles
+        )
         self._on_device = jnp.asarray(self._limits, jnp.int32)
         self._narrow: Future[Callable[..., Any]] | None = None
         # each round's outcome, and whether the program of rounds without drafts ran it
         self._in_flight: deque[tuple[Drafts, bool]] = deque()
         self._looked = math.inf
         self._rows = [Remaining(limit - 1, Acceptance()) for limit in self._limits]
+
+    def begin(
+        self, prefilled: PrefillResult, given: Any, knobs: dict[str, Array] | None
+    ) -> StepResult:
+        """Chooses the first tokens, as `Decoding` does, and prepares programs without drafts."""
+        result = super().begin(prefilled, given, knobs)
+        if self._apart:
+            self._narrow = self._compile_without_drafts(self.batch)
+        return result
 
     def advance(self) -> StepResult:
         """Dispatches a verification round, with the due services of the rows."""
@@ -271,31 +286,24 @@ class Speculating(Decoding):
         return result
 
     def _compile_ahead(self, batch: Batch[KVCache]) -> Future[Any]:
-        """Also compiles a program of rounds without drafts if the number may become 0."""
+        """Also starts compiling the program of rounds without drafts."""
         made = super()._compile_ahead(batch)
-        enough = max(self._limits) >= MIN_PROGRAM_TOKENS or jax.default_backend() == "gpu"
-        if self._deployment.adapts and enough:
+        if self._apart:
             self._compile_without_drafts(batch)
         return made
 
-    def _compile_without_drafts(self, batch: Batch[KVCache]) -> None:
+    def _compile_without_drafts(self, batch: Batch[KVCache]) -> Future[Callable[..., Any]]:
+        """Starts compiling a program of rounds that each take the time of a dense step."""
         deployment = self._deployment
         count = min(deployment.max_steps, MOST_STEPS)
         static = deployment.params.decoder, self._policy, self._choose, count
         run = verify_steps.on(deployment.params.mesh)
         made = run.ahead(*static, of_round, *self._given, batch)
         made.add_done_callback(_log_failure)
-        self._narrow = made
+        return made
 
     def _without_drafts(self) -> Callable[..., Any] | None:
-        """Returns a program of rounds without drafts, each in the time of a dense step.
-
-        Compiled in the background if enough tokens remain, here or in later generations; None until
-        ready.
-        """
-        enough = self._idled or max(self._limits) - self.done >= MIN_PROGRAM_TOKENS
-        if self._narrow is None and self._length.idles and enough:
-            self._compile_without_drafts(self.batch)
+        """Returns the program of rounds without drafts; None until it is compiled."""
         if self._narrow is None or not self._narrow.done() or self._narrow.exception():
             return None
         return self._narrow.result()

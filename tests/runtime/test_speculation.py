@@ -329,14 +329,14 @@ def waited(future):
 @pytest.mark.parametrize("steps", [1, 3])
 def test_rounds_without_drafts_have_a_separate_program(monkeypatch, steps):
     """It runs one or several steps, between rounds that draft; the text is the same."""
+    monkeypatch.setattr(draft_length, "MOST_CPU", DRAFTS)
     monkeypatch.setattr(DraftLength, "idles", True)
-    monkeypatch.setattr(decoding, "MIN_PROGRAM_TOKENS", 8)
     ahead = verify_steps.ahead
     monkeypatch.setattr(verify_steps, "ahead", lambda *given: waited(ahead(*given)))
     numbers = iter([1, 0, 0] + [0, 0, 3] * 40)
     monkeypatch.setattr(DraftLength, "choose", lambda self, most, **_: next(numbers))
     (expected, _) = decoded("dense", 0, DRAWN)
-    session = session_of(CLUSTERS, DRAFTS, steps_per_program=steps)
+    session = session_of(CLUSTERS, None, steps_per_program=steps)
     widths, made = [], [[] for _ in PROMPTS]
     choose, given = chosen(session, DRAWN)
     for result in session.steps(choose, given, limits=LIMITS):
@@ -351,13 +351,13 @@ def test_rounds_without_drafts_have_a_separate_program(monkeypatch, steps):
 
 def test_tokens_of_rounds_without_drafts_are_no_accepted_drafts(monkeypatch):
     """One token in four programs is drafted, and the others give three tokens each."""
-    monkeypatch.setattr(DraftLength, "idles", True)
+    monkeypatch.setattr(draft_length, "MOST_CPU", DRAFTS)
     monkeypatch.setattr(decoding, "MIN_PROGRAM_TOKENS", 8)
     ahead, numbers = verify_steps.ahead, cycle((1, 0, 0, 0))
     monkeypatch.setattr(verify_steps, "ahead", lambda *given: waited(ahead(*given)))
     monkeypatch.setattr(DraftLength, "choose", lambda self, most, **_: next(numbers))
     (expected, _) = decoded("dense", 0, GREEDY)
-    session = session_of(QUEST, DRAFTS, steps_per_program=3)
+    session = session_of(QUEST, None, steps_per_program=3)
     outs = answers(session, asked_of(session, GREEDY), SILENT, lambda *_: None, 0.0, 0.0)
     for out, its in zip(outs, expected, strict=True):
         assert out.token_ids == its.token_ids
