@@ -7,6 +7,7 @@ Face's logits processors have mean the same as there, the others the same as in 
 has their order.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -143,7 +144,7 @@ def greedy(
     given: Any, nth: Nth, logits: Float32[Array, "B V"], active: Active = None
 ) -> NextTokens:
     """Chooses the most likely token of each row; its carry does not change."""
-    tokens = jnp.argmax(logits, -1).astype(jnp.int32)
+    tokens = _likeliest(logits)
     return tokens, _logprobs(logits, tokens), given
 
 
@@ -163,7 +164,7 @@ def forced_then_greedy(
     Its carry is the table.
     """
     wanted = given.at[nth].get(mode="fill", fill_value=-1)
-    tokens = jnp.where(wanted < 0, jnp.argmax(logits, -1).astype(jnp.int32), wanted)
+    tokens = jnp.where(wanted < 0, _likeliest(logits), wanted)
     return tokens, _logprobs(logits, tokens), given
 
 
@@ -178,19 +179,25 @@ def sampled(
     rows = jnp.arange(logits.shape[0])
     nth = jnp.broadcast_to(nth, rows.shape)
     options = given if active is None else _of_active(given, active)
-    wanted = adjusted(options, nth, logits)
+    hot = options.temperature != 0
 
     def noise(seed: Array, stream: Array, nth: Array) -> Array:
         key = jax.random.fold_in(jax.random.key(seed[0]), seed[1])
         key = jax.random.fold_in(jax.random.fold_in(key, nth), stream)
         return jax.random.gumbel(key, logits.shape[1:], jnp.float32)
 
-    def drawn(likeliest: Array) -> Array:
-        noises = jax.vmap(noise)(given.seed, given.stream, nth)
-        return jnp.where(hot, perturbed_argmax(options, wanted, noises), likeliest)
+    def with_options(logits: Array) -> Rows:
+        wanted = adjusted(options, nth, logits)
 
-    hot = options.temperature != 0
-    tokens = _if_any(hot, drawn, jnp.argmax(wanted, -1).astype(jnp.int32))
+        def drawn(likeliest: Array) -> Array:
+            noises = jax.vmap(noise)(given.seed, given.stream, nth)
+            return jnp.where(hot, perturbed_argmax(options, wanted, noises), likeliest)
+
+        return _if_any(hot, drawn, _likeliest(wanted))
+
+    # greedy rows alone copy no logits between branches
+    some = jnp.any(hot | _any_of(_adjustments(options, nth)))
+    tokens = jax.lax.cond(some, with_options, _likeliest, logits)
     count = given.counts[rows, tokens]
     # the tokens of inactive rows are invalid and not counted
     at = rows, tokens if active is None else jnp.where(active, tokens, logits.shape[1])
@@ -234,7 +241,7 @@ def adjusted(
     Steps that no row needs are skipped individually, and all at once if no row needs any.
     """
     rows, vocab = jnp.arange(logits.shape[0])[:, None], logits.shape[-1]
-    early = nth < given.min_tokens
+    has_bias, early, repeats, counted = wanted = _adjustments(given, nth)
 
     def biased(x: Array) -> Array:
         return x.at[rows, given.bias_ids].add(given.bias_values, mode="drop")
@@ -252,17 +259,34 @@ def adjusted(
         frequency = given.frequency_penalty[:, None] * counts
         return x - (frequency + given.presence_penalty[:, None] * (counts > 0))
 
-    has_bias = jnp.any(given.bias_values != 0, axis=1)
-    repeats = given.repetition_penalty != 1
-    counted = (given.presence_penalty != 0) | (given.frequency_penalty != 0)
-
     def changed(x: Array) -> Array:
         x = _if_any(has_bias, biased, x)
         x = _if_any(early, without_ends, x)
         x = _if_any(repeats, repetition, x)
         return _if_any(counted, presence_and_frequency, x)
 
-    return _if_any(has_bias | early | repeats | counted, changed, logits)
+    return _if_any(_any_of(wanted), changed, logits)
+
+
+class _Adjustments(NamedTuple):
+    """Which rows have biases, end tokens to avoid, and penalties of repetition and of counts."""
+
+    bias: Bool[Array, "B"]
+    early: Bool[Array, "B"]
+    repeats: Bool[Array, "B"]
+    counted: Bool[Array, "B"]
+
+
+def _adjustments(given: RowSampling, nth: Int32[Array, "B"]) -> _Adjustments:
+    early = nth < given.min_tokens
+    counted = (given.presence_penalty != 0) | (given.frequency_penalty != 0)
+    return _Adjustments(
+        jnp.any(given.bias_values != 0, axis=1), early, given.repetition_penalty != 1, counted
+    )
+
+
+def _any_of(wanted: _Adjustments) -> Bool[Array, "B"]:
+    return functools.reduce(jnp.logical_or, wanted)
 
 
 def perturbed_argmax(
@@ -317,6 +341,10 @@ def top_logprobs(logits: Float32[Array, "B V"]) -> TopLogprobs:
     """Returns the TOP most likely tokens of each row with their log-probabilities."""
     _, ids = jax.lax.top_k(logits, min(TOP, logits.shape[-1]))
     return TopLogprobs(ids, jnp.take_along_axis(jax.nn.log_softmax(logits), ids, -1))
+
+
+def _likeliest(logits: Float32[Array, "B V"]) -> Rows:
+    return jnp.argmax(logits, -1).astype(jnp.int32)
 
 
 def _if_any(wanted: Array, changed: Callable[[Array], Array], x: Array) -> Array:
