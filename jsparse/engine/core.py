@@ -275,10 +275,12 @@ class Engine:
                 metrics.scheduled = metrics.scheduled or self._clock()
             if plan.prefill is not None and not self._in_flight:
                 self._runner.expect(plan.prefill, len(self._live))
+            compiling = self.programs.seconds
             pending = self._runner.run(plan)
-            now = self._clock()
+            # a program may block the host, which is part of its time; compilation is not
+            began = planned + self.programs.seconds - compiling
             self._in_flight += (
-                each._replace(dispatched=now, milliseconds=self._latency.expected(each.work))
+                each._replace(dispatched=began, milliseconds=self._latency.expected(each.work))
                 for each in pending
             )
         dispatched = self._clock()

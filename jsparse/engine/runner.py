@@ -44,7 +44,7 @@ class PendingResults(NamedTuple):
         packed: as in `packing.Packed`; for a chunk that is not its prompt's last, any numbers.
         rows: the sequences, with their rows in `packed` and their steps.
         work: the plan of the program.
-        dispatched: when it was dispatched, in seconds.
+        dispatched: when its dispatch began, in seconds, after any compilation.
         milliseconds: its expected time.
     """
 

@@ -48,6 +48,25 @@ def test_engine_measures_the_times_of_its_programs():
     assert latency.step(4) >= 1000
 
 
+def test_a_program_that_blocks_the_host_is_timed_without_its_compilation(monkeypatch):
+    llm, now, seen = tiny_llm(), 0.0, []
+    engine, run = llm.engine, llm.engine._runner.run
+
+    def blocks(plan):
+        nonlocal now
+        before, pending = engine.programs.seconds, run(plan)
+        engine.programs.seconds, now = before + 3, now + 5
+        return pending
+
+    monkeypatch.setattr(engine, "_clock", lambda: now)
+    monkeypatch.setattr(engine._runner, "run", blocks)
+    monkeypatch.setattr(engine._latency, "observe", lambda work, took: seen.append(took))
+    engine.add(asked(llm, PROMPTS[0], greedy(9)))
+    while not engine.idle:
+        engine.step()
+    assert seen[0] % 5000 == 2000
+
+
 @pytest.mark.parametrize(("maximum", "ahead"), [(None, 2), (120, 1), (119, 0)])
 def test_host_waits_for_long_programs_before_it_plans_the_next(maximum, ahead, monkeypatch):
     """A new request waits for the in-flight programs."""
