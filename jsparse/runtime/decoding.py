@@ -32,8 +32,8 @@ from jsparse.shapes import Rows
 
 # the verification rounds in flight when the oldest one's result helps to choose the draft length
 LAG = 2
-# The minimum number of tokens for which a program without drafts is worth compiling on a CPU, unless
-# rounds of an earlier generation drafted nothing.
+# The minimum number of tokens for which a program without drafts is worth compiling on a CPU,
+# unless rounds of an earlier generation drafted nothing.
 MIN_PROGRAM_TOKENS = 256
 
 

@@ -159,27 +159,29 @@ def _of_cache(change: Callable[[KVCache], KVCache], batch: Batch[Any]) -> Batch[
     return batch._replace(cache=change(batch.cache))
 
 
-def looped[Memory: (KVCache, SharedPages)](
-    step: Callable[..., Any], count: int, batch: Batch[Memory], counts: Int32[Array, "B"] | None
-) -> tuple[Batch[Memory], Any]:
+def looped[Carry](
+    step: Callable[..., Any], count: int, carry: Carry, counts: Int32[Array, "B"] | None
+) -> tuple[Carry, Any]:
     """Runs up to `count` steps of a batch in a loop; also returns their results, stacked.
 
-    `step` takes the batch and the active rows: row b takes part in the first `counts[b]` steps.
+    `step` takes the carry and the active rows: row b takes part in the first `counts[b]` steps.
     Steps without any row are skipped; None: all rows take part in all steps.
     """
     if counts is None:
-        return jax.lax.scan(step, batch, length=count)
+        return jax.lax.scan(step, carry, length=count)
 
-    def nth_step(nth: Array, so_far: tuple[Batch[Memory], Any]) -> tuple[Batch[Memory], Any]:
-        batch, result = step(so_far[0], nth < counts)
+    def nth_step(nth: Array, so_far: tuple[Carry, Any]) -> tuple[Carry, Any]:
+        carry, result = step(so_far[0], nth < counts)
         stacked = jax.tree.map(lambda all, one: all.at[nth].set(one), so_far[1], result)
-        return batch, stacked
+        return carry, stacked
 
-    shapes = jax.eval_shape(step, batch, counts > 0)[1]
+    shapes = jax.eval_shape(step, carry, counts > 0)[1]
     empty = jax.tree.map(lambda x: jnp.zeros((count, *x.shape), x.dtype), shapes)
     if not count:
-        return batch, empty
-    return jax.lax.fori_loop(0, jnp.minimum(jnp.max(counts), count), nth_step, (batch, empty))
+        return carry, empty
+    # only the device knows this number: XLA would start each of a known number of steps itself
+    trips = jnp.minimum(jnp.max(counts), count)
+    return jax.lax.fori_loop(0, trips, nth_step, (carry, empty))
 
 
 @program(

@@ -132,22 +132,22 @@ def speculate[Memory: (KVCache, SharedPages)](
     spec = spec_of(cache, decoder.config.num_heads)
     state = keep_inactive(policy, spec, valid > 0, state, batch.state)
 
-    def check(
-        carry: _Verified, at: tuple[Array, Array, Array]
-    ) -> tuple[_Verified, tuple[Rows, Any]]:
-        logits, guess, nth = at
-        active = carry.agreed & (nth < valid)
-        chosen, logprobs, given = choose(carry.given, carry.made, logits, active)
-        newest = jnp.where(active, chosen, carry.newest)
-        checked = _Verified(active & (chosen == guess), carry.made + active, newest, given)
-        return checked, (chosen, logprobs)
-
     logits = to_logits(decoder, weights, hidden.swapaxes(0, 1))
-    at = logits, jnp.pad(guesses, [(0, 1), (0, 0)]), jnp.arange(drafts + 1, dtype=jnp.int32)
-    nothing = _Verified(valid > 0, before.made, before.tokens, before.given)
-    # unrolled, the round is one CUDA graph; a chooser with a carry takes too long to compile
-    unroll = not jax.tree.leaves(before.given)
-    checked, (chosen, logprobs) = lax.scan(check, nothing, at, unroll=unroll)
+    followed = jnp.pad(guesses, [(0, 1), (0, 0)])
+
+    def check(so_far: _Verified, active: Bool[Array, "B"]) -> tuple[_Verified, tuple[Rows, Any]]:
+        active = so_far.agreed & active
+        given = so_far.given, so_far.made, logits[so_far.nth], active
+        chosen, logprobs, carry = choose(*given)
+        agreed = active & (chosen == followed[so_far.nth])
+        newest = jnp.where(active, chosen, so_far.newest)
+        made = so_far.made + active
+        return _Verified(so_far.nth + 1, agreed, made, newest, carry), (chosen, logprobs)
+
+    none = _Verified(jnp.int32(0), valid > 0, before.made, before.tokens, before.given)
+    # traced once, although its results' shapes are evaluated first
+    one_check = jax.jit(check, inline=True)
+    checked, (chosen, logprobs) = looped(one_check, drafts + 1, none, valid)
 
     counts = checked.made - before.made
     cache = _cut(cache, first + counts)
@@ -179,15 +179,22 @@ def verify_steps[Memory: (KVCache, SharedPages)](
 ) -> tuple[Batch[Memory], Any]:
     """Runs up to `count` rounds without drafts, and the due services of the rows.
 
-    A round is a dense decode step that also updates the policy's state. Also returns the result of
-    `keep` on all rounds as one, with n = `count` tokens; limits are as in `speculate`.
+    A round is a dense decode step that also updates the policy's state; only the first one reports
+    to `Services.checked`, since reports take time. Also returns the result of `keep` on all rounds
+    as one, with n = `count` tokens; limits are as in `speculate`.
     """
-    static = decoder, policy, choose, 0, lambda made: made
-    of_one = partial(inlined(speculate), *static, weights, read_only, limits, jnp.int32(0))
-    # traced once, although its results' shapes are evaluated first
-    one_round = jax.jit(of_one, inline=True)
-
-    batch, each = looped(lambda batch, _: one_round(batch), count, batch, limits - batch.made)
+    silent = policy._replace(services=policy.services._replace(checked=None))
+    reports = int(policy.services.checked is not None)
+    results = []
+    for kind, most in ((policy, reports), (silent, count - reports)):
+        static = decoder, kind, choose, 0, lambda made: made
+        of_one = partial(inlined(speculate), *static, weights, read_only, limits, jnp.int32(0))
+        # traced once, although its results' shapes are evaluated first
+        one_round = jax.jit(lambda batch, _, run=of_one: run(batch), inline=True)
+        if most:
+            batch, made = looped(one_round, most, batch, limits - batch.made)
+            results.append(made)
+    each = jax.tree.map(lambda *parts: jnp.concatenate(parts), *results)
     by_token = {name: getattr(each, name)[:, 0] for name in ("tokens", "logprobs", "logits")}
     counts = jnp.sum(each.counts, axis=0)
     no_drafts = jax.tree.map(lambda share: share[0], each.stats)
@@ -198,8 +205,9 @@ def verify_steps[Memory: (KVCache, SharedPages)](
 
 
 class _Verified(NamedTuple):
-    """The carry between verified tokens: which rows agree so far, and `Batch`'s fields."""
+    """The carry between verified tokens: the next one, who agrees so far, and `Batch`'s fields."""
 
+    nth: Int32[Array, ""]
     agreed: Bool[Array, "B"]
     made: Rows
     newest: Rows

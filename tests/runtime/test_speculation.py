@@ -6,6 +6,7 @@ from concurrent.futures import Future
 from functools import cache
 from itertools import cycle
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -33,6 +34,7 @@ LIMITS = (40, 23, 31)
 DRAFTS = 3
 SILENT = [lambda piece: None] * len(PROMPTS)
 QUEST = "quest(budget=16)"
+VERIFIED = "verified(budget=12, recent=4)"
 CLUSTERS = "lychee_cluster(budget=12, sink=1, recent=3, lengths=(1, 3), period=2)"
 # policies that draft: tokens are neither lost nor moved
 DRAFTING = [x for x in METHODS if not (parse(x).evicts or parse(x).offload)]
@@ -363,6 +365,22 @@ def test_tokens_of_rounds_without_drafts_are_no_accepted_drafts(monkeypatch):
         assert out.token_ids == its.token_ids
         drafted, accepted = out.stats.drafted_tokens, out.stats.accepted_tokens
         assert 0 <= accepted <= drafted < len(out.token_ids) / 4
+
+
+def test_first_round_without_drafts_reports_to_the_policy(monkeypatch):
+    """A program of three rounds leaves the state that its first round leaves alone."""
+    monkeypatch.setattr(decoding, "MIN_PROGRAM_TOKENS", 2)
+    ahead, states = verify_steps.ahead, []
+    monkeypatch.setattr(verify_steps, "ahead", lambda *given: waited(ahead(*given)))
+    monkeypatch.setattr(DraftLength, "choose", lambda self, most, **_: 0)
+    for steps in (1, 3):
+        session = session_of(VERIFIED, None, steps_per_program=steps)
+        before = jax.tree.map(np.asarray, session.prefilled.state)
+        for _ in session.steps(*chosen(session, GREEDY), limits=[1 + steps] * len(PROMPTS)):
+            pass
+        states.append(jax.tree.map(np.asarray, session.prefilled.state))
+    assert not np.array_equal(before.ids, states[0].ids)
+    jax.tree.map(np.testing.assert_array_equal, *states)
 
 
 def test_program_without_drafts_is_compiled_with_the_first(monkeypatch):
