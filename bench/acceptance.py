@@ -8,11 +8,11 @@ turn from:
     code        the package's own modules
     prose       the package's own documentation
 
-For each policy and number of drafts K, the report has the time next to dense attention's in the
-same process; the position where rows first differ from its text, and the gap of the two best logits
-there; and by kind of text the acceptance rate, the acceptance rate by position in a round (of the
-drafts made there), and the tokens per round. With --fewer-rows, dense attention is compared with
-itself, since it rounds differently at another batch size.
+For each policy and number of drafts K, the report has the time next to dense attention's, measured
+just before it; the position where rows first differ from its text, and the gap of the two best
+logits there; and by kind of text the acceptance rate, the acceptance rate by position in a round
+(of the drafts made there), and the tokens per round. With --fewer-rows, dense attention is compared
+with itself, since it rounds differently at another batch size.
 
     python -m bench.acceptance --json build/acceptance.json
 """
@@ -236,7 +236,9 @@ def served(
     )
     wanted = jsparse.SamplingParams(temperature=0, max_tokens=new, ignore_eos=True)
     seconds, counters = [], llm.engine.counters
-    for _ in range(3):
+    for nth in range(3):
+        while nth and llm.engine.programs.compiling:  # programs that are optional
+            time.sleep(0.1)
         counters.draft_tokens = counters.accepted_tokens = 0
         began = time.perf_counter()
         outs = llm.generate(prompts, wanted, use_tqdm=False)
@@ -262,7 +264,9 @@ def main() -> None:
     parser.add_argument(
         "--fewer-rows", type=int, help="also compare dense attention with itself, in fewer rows"
     )
-    parser.add_argument("--engine", action="store_true", help="also serve the prompts by engines")
+    parser.add_argument(
+        "--engine", nargs="+", type=int, metavar="K", help="also serve the prompts by engines"
+    )
     args = parser.parse_args()
     import jsparse
     from jsparse.evaluation.shared_prefill import as_policies, prime
@@ -282,11 +286,12 @@ def main() -> None:
     report["read_seconds"] = time.perf_counter() - began
     dense = decoded(shared, 0, 0, args.new, args.temperature)
     own_gaps = None if args.temperature else gaps(shared, args.new)
-    report |= {"dense_seconds": dense.seconds, "results": []}
+    report["results"] = []
 
-    def tell(row: dict[str, Any], run: Run) -> None:
+    def tell(row: dict[str, Any], run: Run, dense: Run) -> None:
         differ = differences(run, dense, own_gaps)
-        row |= {"seconds": run.seconds, "over_dense": dense.seconds / run.seconds}
+        row |= {"seconds": run.seconds, "dense_seconds": dense.seconds}
+        row |= {"over_dense": dense.seconds / run.seconds}
         row |= {"compared": compared(differ, len(run.tokens), args.new), "differences": differ}
         report["results"].append(row)
         print(*(row.get(key) for key in ("policy", "drafts")), end=" ")
@@ -298,27 +303,29 @@ def main() -> None:
 
     for nth, policy in enumerate(args.policies, start=1):
         for drafts in args.drafts:
+            # GPUs slow down as they warm up
+            dense = decoded(shared, 0, 0, args.new, args.temperature)
             run = decoded(shared, nth, drafts or None, args.new, args.temperature)
             by_text = {
                 name: accepted(run.rounds[at :: len(found)], args.new)
                 for at, name in enumerate(found)
                 if at < args.rows
             }
-            tell({"policy": policy, "drafts": drafts, "texts": by_text}, run)
+            tell({"policy": policy, "drafts": drafts, "texts": by_text}, run, dense)
     if args.fewer_rows:
         fewer = rows[: args.fewer_rows]
         spec = capacity.cache_spec(params, fewer, args.new, None, 16)
         del shared
         shared = prime(params, as_policies(["dense"]), fewer, spec, lambda *_: None)
         run = decoded(shared, 0, 0, args.new, args.temperature)
-        tell({"policy": "dense", "rows": args.fewer_rows}, run)
+        tell({"policy": "dense", "rows": args.fewer_rows}, run, dense)
     if args.engine:
         del shared
         row, dense = served(params, rows, args.new, "dense", 0)
-        tell(row, dense)
-        for policy, drafts in product(args.policies, args.drafts):
+        tell(row, dense, dense)
+        for policy, drafts in product(args.policies, args.engine):
             gc.collect()  # the engine before
-            tell(*served(params, rows, args.new, policy, drafts or None))
+            tell(*served(params, rows, args.new, policy, drafts or None), dense)
 
 
 if __name__ == "__main__":

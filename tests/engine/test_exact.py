@@ -187,6 +187,22 @@ def test_prepared_programs_are_those_requested_later():
     assert made[-1] == decode_key("sampled", 3, drafts=sizes.drafts_for(3))
 
 
+@pytest.mark.parametrize("drafts", [None, 3])
+def test_programs_without_drafts_are_compiled_after_those_that_requests_wait_for(
+    drafts, monkeypatch
+):
+    options = {"exact": True, "num_speculative_tokens": drafts, "steps_per_program": 3}
+    programs = tiny_llm(QUEST, **CAN, **options).engine.programs
+    waited, later = [], []
+    monkeypatch.setattr(programs, "compile", lambda keys, _: waited.extend(keys))
+    monkeypatch.setattr(programs, "expect", later.extend)
+    programs.prepare(["sampled"])
+    (rows,) = programs._sizes.rows
+    apart = decode_key("sampled", rows, drafts=0)
+    assert apart not in waited
+    assert (apart in later) == (drafts is None)
+
+
 def test_requests_are_exact_where_the_engine_is():
     for exact in (False, True):
         with pytest.raises(ValueError, match=rf"exact={not exact}: .* started with exact={exact}"):
