@@ -1,13 +1,16 @@
 """Tests that a request's result on a GPU does not depend on the requests beside it."""
 
+import time
 from dataclasses import replace
 from functools import cache
+from itertools import cycle
 
 import jax.numpy as jnp
 import pytest
 
 import jsparse
 from bench.lib.shapes import SMOLLM2
+from jsparse.engine.latency_model import LatencyModel
 from jsparse.models.checkpoint import Params
 from jsparse.models.transformer import random_weights
 from tests.support.serving import bits
@@ -57,6 +60,33 @@ def test_request_in_a_batch_matches_the_request_alone(policy):
     for nth in (0, 1, 2, 5, 6, 9):
         (alone,) = llm.generate([prompts[nth]], [options[nth]])
         assert bits(alone) == bits(crowd[nth]), nth
+
+
+@pytest.mark.parametrize("policy", ["verified(budget=256)", "streaming(sink=4, recent=252)"])
+def test_verified_drafts_are_dense_attentions(policy, monkeypatch):
+    """But for near ties of greedy rows, in programs with and without drafts."""
+    prompts = random_prompts((700, 1500, 90, 1024), seed=5)
+    options = [
+        jsparse.SamplingParams(temperature=0.8 * (nth % 2), max_tokens=90, logprobs=0, seed=nth)
+        for nth in range(len(prompts))
+    ]
+    dense, llm = (
+        jsparse.LLM(model(), used, max_num_seqs=4, max_model_len=2048, decode_rows=[4], exact=exact)
+        for used, exact in (("dense", False), (policy, True))
+    )
+    expected, numbers = dense.generate(prompts, options), cycle((4, 0, 0, 2))
+    while llm.engine.programs.compiling:
+        time.sleep(0.1)
+    monkeypatch.setattr(LatencyModel, "drafts", lambda self, *_, **__: next(numbers))
+    for nth, out in enumerate(llm.generate(prompts, options)):
+        (own,), (its,) = out.outputs, expected[nth].outputs
+        pairs = zip(own.token_ids, its.token_ids, strict=False)
+        same = [a == b for a, b in pairs]
+        if nth % 2 == 0 and not all(same):
+            at = same.index(False)
+            gap = own.token_logprobs[at] - its.token_logprobs[at]
+            assert abs(gap) < 0.1, (nth, at, gap)
+    assert llm.engine.counters.draft_tokens > 0
 
 
 @pytest.mark.parametrize("policy", ["dense", "quest(budget=256)", "snapkv(budget=256)"])
