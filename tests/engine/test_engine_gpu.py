@@ -66,19 +66,20 @@ def test_request_in_a_batch_matches_the_request_alone(policy):
 def test_verified_drafts_are_dense_attentions(policy, monkeypatch):
     """But for near ties of greedy rows, in programs with and without drafts."""
     prompts = random_prompts((700, 1500, 90, 1024), seed=5)
-    options = [
+    options = {"max_num_seqs": 4, "max_model_len": 2048, "kv_cache_tokens": 8192}
+    sampling = [
         jsparse.SamplingParams(temperature=0.8 * (nth % 2), max_tokens=90, logprobs=0, seed=nth)
         for nth in range(len(prompts))
     ]
     dense, llm = (
-        jsparse.LLM(model(), used, max_num_seqs=4, max_model_len=2048, decode_rows=[4], exact=exact)
+        jsparse.LLM(model(), used, decode_rows=[4], exact=exact, **options)
         for used, exact in (("dense", False), (policy, True))
     )
-    expected, numbers = dense.generate(prompts, options), cycle((4, 0, 0, 2))
+    expected, numbers = dense.generate(prompts, sampling), cycle((4, 0, 0, 2))
     while llm.engine.programs.compiling:
         time.sleep(0.1)
     monkeypatch.setattr(LatencyModel, "drafts", lambda self, *_, **__: next(numbers))
-    for nth, out in enumerate(llm.generate(prompts, options)):
+    for nth, out in enumerate(llm.generate(prompts, sampling)):
         (own,), (its,) = out.outputs, expected[nth].outputs
         pairs = zip(own.token_ids, its.token_ids, strict=False)
         same = [a == b for a, b in pairs]
