@@ -113,9 +113,8 @@ class Programs(ProgramSet):
             needed = engine_keys(sizes.of_rows(-1), self._made_for.policy, choices[:1])
         new = self.compile(needed, logger)
         self.expect(keys)
-        if (
-            sizes.adapts and sizes.steps > 1
-        ):  # until then, larger programs run rounds without drafts
+        # optional: programs with drafts also run rounds without them
+        if sizes.adapts and sizes.steps > 1:
             for rows in sizes.rows:
                 self.expect(decode_keys(choices, rows, drafts=0))
         self._prepared = tuple({*self._prepared, *choices})
