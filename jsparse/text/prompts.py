@@ -1,7 +1,7 @@
 """Checks prompts and converts them to token ids."""
 
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -82,11 +82,16 @@ def _is_one(prompt: Any) -> bool:
         raise ValueError(
             f"prompt={prompt!r}: must be text, chat messages, token ids, or a list of them"
         )
-    return bool(prompt) and all(_is_id(item) or isinstance(item, dict) for item in prompt)
+    return bool(prompt) and all(_is_id(kind) or issubclass(kind, dict) for kind in _kinds(prompt))
 
 
-def _is_id(item: Any) -> bool:
-    return isinstance(item, int | np.integer) and not isinstance(item, bool)
+def _kinds(items: Iterable[Any]) -> set[type]:
+    """Returns the types of the items; a loop over them would be slow for long prompts."""
+    return set(map(type, items))
+
+
+def _is_id(kind: type) -> bool:
+    return issubclass(kind, int | np.integer) and not issubclass(kind, bool)
 
 
 def _ids(params: "Params", prompt: Any, special_tokens: bool) -> list[int]:
@@ -102,8 +107,8 @@ def _ids(params: "Params", prompt: Any, special_tokens: bool) -> list[int]:
         return array.tolist()
     if isinstance(prompt, BYTES):  # a sequence of integers, but not of token ids
         raise ValueError(f"prompt={prompt!r}: must be text, not bytes")
-    if isinstance(prompt, Sequence) and all(_is_id(item) for item in prompt):
-        return [int(item) for item in prompt]
+    if isinstance(prompt, Sequence) and all(map(_is_id, _kinds(prompt))):
+        return [*map(int, prompt)]
     if isinstance(prompt, Sequence) and all(isinstance(item, dict) for item in prompt):
         tokenizer = tokenizer_of(params, "a chat")
         return tokenizer.encode_chat(list(prompt), special_tokens=special_tokens)
