@@ -190,8 +190,9 @@ class Runner:
         neutral_rows = [neutral()] * (plan.num_rows - len(chunks))
         choice = self.sampling_mode([chunk.seq for chunk in chunks])
         key = self._programs.usable(join.key(plan.num_rows, choice=choice))
+        # greedy rows have no options, also in a program that samples
         sampling = self._neutral[plan.num_rows]
-        if dict(key.static)["choice"] != "greedy":
+        if choice != "greedy":
             sampling = row_sampling([*of_chunks, *neutral_rows], spec.decoder.config.vocab_size)
         knobs = knob_rows([*of_chunks, *neutral_rows], spec.knobs)
         self._slots, packed = self._programs.run(key, self._slots, inputs.slots, sampling, knobs)

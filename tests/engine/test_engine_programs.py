@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jsparse.engine import runner
 from jsparse.engine.prefill_programs import carry_of
 from jsparse.engine.runner import PendingResults
 from jsparse.engine.slots import PrefillRows
@@ -80,12 +81,13 @@ def test_host_waits_for_long_programs_before_it_plans_the_next(maximum, ahead, m
     assert max(in_flight) <= ahead
 
 
-def test_all_programs_can_be_compiled_ahead():
-    """Later requests of all kinds compile nothing."""
+def test_all_programs_can_be_compiled_ahead(monkeypatch):
+    """Later requests of all kinds compile nothing, and greedy ones send no options."""
     llm = tiny_llm(prepare=True, steps_per_program=2, ladder=((0, 32),))
     llm.engine.prepare(["sampled"])  # also waits for the other programs
     before = llm.engine.programs.compiled
     assert before <= 21
+    monkeypatch.setattr(runner, "row_sampling", None)
     llm.generate(PROMPTS, greedy(5))
     assert llm.engine.programs.compiled == before
     assert llm.engine.programs.seconds == 0
