@@ -107,8 +107,8 @@ def _ids(params: "Params", prompt: Any, special_tokens: bool) -> list[int]:
         return array.tolist()
     if isinstance(prompt, BYTES):  # a sequence of integers, but not of token ids
         raise ValueError(f"prompt={prompt!r}: must be text, not bytes")
-    if isinstance(prompt, Sequence) and all(map(_is_id, _kinds(prompt))):
-        return [*map(int, prompt)]
+    if isinstance(prompt, Sequence) and all(map(_is_id, kinds := _kinds(prompt))):
+        return [*prompt] if kinds == {int} else [*map(int, prompt)]
     if isinstance(prompt, Sequence) and all(isinstance(item, dict) for item in prompt):
         tokenizer = tokenizer_of(params, "a chat")
         return tokenizer.encode_chat(list(prompt), special_tokens=special_tokens)
