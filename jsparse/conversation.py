@@ -2,7 +2,7 @@
 
 import itertools
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Unpack
 
 from jsparse.cache import CacheSpec
@@ -87,7 +87,7 @@ class Conversation:
     @own_settings()
     def answer(
         self,
-        messages: Sequence[Message],
+        messages: Sequence[Message] | Mapping[str, Any],
         *,
         streamer: Streamer = lambda piece: None,
         on_progress: OnChunk = lambda *_: None,
@@ -95,7 +95,8 @@ class Conversation:
         """Answers the last message of the whole conversation so far.
 
         Args:
-            messages: the conversation; dicts with role and content.
+            messages: the conversation, dicts with role and content; or a dict of these `messages`
+                and `chat_template_kwargs`.
             streamer: a callable that receives each new piece of the output, or an object with
                 Hugging Face's `put` and `end`.
             on_progress: a callable that receives ("prefill" | "decode", done, total), in tokens.

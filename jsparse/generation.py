@@ -28,7 +28,7 @@ from jsparse.text import prompts
 Message = Mapping[str, Any]
 
 
-OnePrompt = str | Sequence[int] | Sequence[Message]
+OnePrompt = str | Mapping[str, Any] | Sequence[int] | Sequence[Message]
 
 
 # str is a sequence of str, so a batch of texts is a list or a tuple
@@ -88,7 +88,8 @@ def generate(
 
     Args:
         params: the model that `jsparse.load` returned.
-        prompt: text, chat messages (dicts of role and content), token ids, or a list of these.
+        prompt: text, chat messages (dicts of role and content), token ids, or a list of these. A
+            dict {"messages": …, "chat_template_kwargs": …} gives the chat template variables.
         max_new_tokens: the maximum number of tokens to generate.
         do_sample: False: greedy; True: sampling, at temperature 1 if neither `temperature` nor the
             model sets one; None: the temperature decides.

@@ -165,15 +165,10 @@ ANSWER: Mapping[str, Refusal] = {
 
 CHAT: Mapping[str, Refusal] = {
     **ANSWER,
-    "add_generation_prompt": Refusal(
-        "must be True: chat always generates a reply; generate() continues a text", True
-    ),
     "chat_template": Refusal(
         "the model's own template is used; jsparse.load(model, tokenizer=…) takes another"
     ),
     "chat_template_content_format": Refusal("content is text", "auto"),
-    "chat_template_kwargs": Refusal("the model's own template is used unchanged"),
-    "continue_final_message": Refusal("must be False; generate() continues a text", False),
     "tools": Refusal("tools are not supported"),
 }
 """vLLM's names, for `LLM.chat`."""

@@ -9,7 +9,8 @@ import json
 import reprlib
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, NoReturn
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 if TYPE_CHECKING:
     import jinja2
@@ -38,6 +39,55 @@ def render(
         raise ValueError(
             f"the chat template failed with {type(error).__name__}: {reason}"
         ) from error
+
+
+class ChatOptions(NamedTuple):
+    """What a chat prompt asks of the template besides its messages.
+
+    Attributes:
+        add_generation_prompt: whether the model starts a message; None: unless it continues one.
+        continue_final_message: whether the model continues the last message.
+        chat_template_kwargs: the template's own variables, such as {"enable_thinking": False}.
+    """
+
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    chat_template_kwargs: Mapping[str, Any] = MappingProxyType({})
+
+    @property
+    def generates(self) -> bool:
+        """Whether the text ends with the start of the assistant's message."""
+        added = self.add_generation_prompt
+        return not self.continue_final_message if added is None else added
+
+
+PLAIN_CHAT = ChatOptions()
+SETS = {"messages", "add_generation_prompt", "continue_final_message"}
+"""The variables of a template that other options set."""
+
+
+def require_options(options: ChatOptions, template: str) -> None:
+    """Raises ValueError if an option is invalid, or asks for what the template cannot do.
+
+    A variable that the template lacks may only be false or None, which asks for nothing.
+    """
+    added, continued, given = options
+    for name, value in (("add_generation_prompt", added), ("continue_final_message", continued)):
+        if not isinstance(value, bool | None):
+            raise ValueError(f"{name}={value!r}: must be True or False")
+    if added and continued:
+        raise ValueError(
+            "continue_final_message=True: must not be given with add_generation_prompt=True"
+        )
+    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+        raise ValueError(f"chat_template_kwargs={given!r}: must be a dict with names as keys")
+    for name, value in given.items():
+        shown = f"chat_template_kwargs={{{name!r}: {reprlib.repr(value)}}}"
+        if name in SETS:
+            raise ValueError(f"{shown}: must not set {name}, which has its own option")
+        if value and name not in (own := _variables(template)):
+            others = f"it has {', '.join(sorted(own))}" if own else "it has none"
+            raise ValueError(f"{shown}: must be a variable of the chat template, and {others}")
 
 
 def joined(content: Any) -> str:
@@ -96,6 +146,24 @@ def _check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
 
 @functools.lru_cache(maxsize=8)
 def _compile(template: str) -> "jinja2.Template":
+    return _environment().from_string(template)
+
+
+@functools.lru_cache(maxsize=8)
+def _variables(template: str) -> frozenset[str]:
+    """Returns the names of the variables that a template reads."""
+    from jinja2 import TemplateSyntaxError, meta
+
+    environment = _environment()
+    try:
+        found = meta.find_undeclared_variables(environment.parse(template))
+    except TemplateSyntaxError:
+        return frozenset()  # `render` says what is wrong
+    return frozenset(found - SETS - environment.globals.keys())
+
+
+@functools.cache
+def _environment() -> "jinja2.Environment":
     # imported here because most runs encode plain text and never need Jinja
     from jinja2 import nodes
     from jinja2.ext import Extension
@@ -117,7 +185,7 @@ def _compile(template: str) -> "jinja2.Template":
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
-    return environment.from_string(template)
+    return environment
 
 
 def _to_json(

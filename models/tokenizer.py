@@ -16,6 +16,7 @@ import tokenizers
 from jsparse.models import chat_template as chat_templates
 from jsparse.models import gguf_tokenizer, tokenizer_files
 from jsparse.models import token_bytes as bytes_of_tokens
+from jsparse.models.chat_template import PLAIN_CHAT, ChatOptions
 from jsparse.models.spelled_tokens import SpelledTokens
 
 # a placeholder message, to find the end of the assistant's turn
@@ -175,25 +176,45 @@ class Tokenizer:
         return chat_templates.render(self.chat_template, messages, variables)
 
     def encode_chat(
-        self, messages: list[dict[str, Any]], *, special_tokens: bool = False
+        self,
+        messages: list[dict[str, Any]],
+        options: ChatOptions = PLAIN_CHAT,
+        *,
+        special_tokens: bool = False,
     ) -> list[int]:
         """Returns the ids of a chat for the model to continue, by the model's chat template.
 
         A content may be a list of parts {"type": "text", "text": …}. With `special_tokens`, special
         tokens spelled in messages count as such, so a message can then contain other turns, even
         system turns. Otherwise only the template's own count.
+
+        Raises:
+            ValueError: an option is invalid, or as for `apply_chat_template`.
         """
+        chat_templates.require_options(options, self.chat_template or "")
         mark = f"\uf8ff{secrets.token_hex(8)}\uf8ff"  # not in any message
+        end = f"\uf8fe{mark}"
 
-        def marked(message: dict[str, Any]) -> dict[str, Any]:
-            content = message.get("content")
-            if special_tokens or not isinstance(content, str):
-                return message
-            hidden = self._spelled_tokens.hide(content, mark)
-            return message if hidden == content else message | {"content": hidden}
+        def hidden(value: Any) -> Any:
+            if isinstance(value, str):
+                return self._spelled_tokens.hide(value, mark)
+            if isinstance(value, Mapping):
+                return {name: hidden(each) for name, each in value.items()}
+            return [*map(hidden, value)] if isinstance(value, list | tuple) else value
 
-        whole = chat_templates.with_text(messages)
-        text = self.apply_chat_template([marked(message) for message in whole])
+        whole, extra = chat_templates.with_text(messages), dict(options.chat_template_kwargs)
+        if not special_tokens:
+            whole, extra = hidden(whole), hidden(extra)
+        match whole:
+            case [*_, {"content": str(content)} as last] if options.continue_final_message:
+                whole[-1] = {**last, "content": content + end}
+        text = self.apply_chat_template(whole, add_generation_prompt=options.generates, **extra)
+        if options.continue_final_message:
+            text, found, _ = text.partition(end)
+            if not found:
+                raise ValueError(
+                    "continue_final_message=True: the chat template must write the last message"
+                )
         ids = []
         # every other part is the id of a special token spelled in a message
         for nth, part in enumerate(text.split(mark)):

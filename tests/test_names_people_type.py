@@ -115,6 +115,15 @@ def test_chat_content_may_have_parts(llm):
         llm.chat([{"role": "user", "content": [{"type": "image"}]}])
 
 
+def test_chat_continues_a_message(llm):
+    said = [{"role": "assistant", "content": "the cat"}]
+    (out,) = llm.chat(said, SamplingParams(max_tokens=1), continue_final_message=True)
+    tokenizer = llm.get_tokenizer()
+    assert tokenizer.decode(out.prompt_token_ids) == tokenizer.decode(
+        tokenizer.encode("assistant<|eot_id|>the cat", add_special_tokens=False)
+    )
+
+
 def test_model_defaults_can_be_requested(llm, params, monkeypatch):
     assert llm.get_default_sampling_params() == SamplingParams()
     monkeypatch.setitem(params.generation_defaults, "temperature", 0.7)
@@ -189,8 +198,6 @@ def test_unsupported_methods_of_an_llm_are_refused(llm):
         (lambda: llm.generate(None, prompt_token_ids=[1]), "prompt_token_ids=[1]: give token ids"),
         (lambda: llm.chat([], chat_template="x"), "chat_template='x': the model's own"),
         (lambda: llm.chat([], tools=[1]), "tools=[1]: tools are not supported"),
-        (lambda: llm.chat([], add_generation_prompt=False), "add_generation_prompt=False: must be"),
-        (lambda: llm.chat([], continue_final_message=True), "continue_final_message=True: "),
         (lambda: jsparse.LLM(params, dtype="float16"), "dtype='float16': the model"),
         (lambda: jsparse.LLM(params, revision="a"), "revision='a': the model is"),
         (lambda: jsparse.LLM(3), "model=3: must be"),  # type: ignore[arg-type]

@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Option
 
 from jsparse.cli.console import Bars, TextOutput, print_error, print_note, print_stats
-from jsparse.cli.options import GenerationOptions, LoadingOptions, takes_model, takes_options
+from jsparse.cli.options import (
+    GenerationOptions,
+    LoadingOptions,
+    TemplateOption,
+    takes_model,
+    takes_options,
+    template_kwargs,
+)
 
 if TYPE_CHECKING:
     from jsparse.conversation import Conversation
@@ -28,12 +35,21 @@ class Chat:
     """
 
     def __init__(
-        self, params: "Params", arguments: dict[str, Any], system: str | None, bars: Bars
+        self,
+        params: "Params",
+        arguments: dict[str, Any],
+        system: str | None,
+        template: dict[str, Any],
+        bars: Bars,
     ) -> None:
-        """Starts a conversation; `arguments` are those of `jsparse.generate`."""
+        """Starts a conversation; `arguments` are those of `jsparse.generate`.
+
+        `template`: variables of the chat template.
+        """
         if params.tokenizer is None or params.tokenizer.chat_template is None:
             raise ValueError(f"model={params.name!r} has no chat template: use `jsparse generate`")
         self._params, self._arguments, self._bars = params, arguments, bars
+        self._template = template
         self._opening: Messages = (
             [{"role": "system", "content": system}] if system is not None else []
         )
@@ -60,7 +76,9 @@ class Chat:
         try:
             with suppress(KeyboardInterrupt):
                 generation = self._conversation.answer(
-                    messages, streamer=output, on_progress=self._bars.prefill
+                    {"messages": messages, "chat_template_kwargs": self._template},
+                    streamer=output,
+                    on_progress=self._bars.prefill,
                 )
         finally:
             self._bars.close()
@@ -79,6 +97,7 @@ def chat(
     system: Annotated[
         str | None, Option(help="System message that opens the conversation.")
     ] = None,
+    chat_template_kwargs: TemplateOption = "{}",
 ) -> None:
     """Chat with a model, one message per line, typed or piped in.
 
@@ -86,9 +105,10 @@ def chat(
 
     Example: jsparse chat --system "Answer in one sentence." --temperature 0.7
     """
+    template = template_kwargs(chat_template_kwargs)
     with closing(Bars()) as bars:
         params = options.load(loading, bars.load)
-        run(Chat(params, options.arguments(), system, bars))
+        run(Chat(params, options.arguments(), system, template, bars))
 
 
 def run(chat: Chat) -> None:

@@ -15,8 +15,10 @@ from jsparse.cli.options import (
     LoadingOptions,
     PromptArgument,
     PromptFileOption,
+    TemplateOption,
     read_prompt,
     takes_options,
+    template_kwargs,
 )
 from jsparse.text.short_names import short_name
 
@@ -35,6 +37,7 @@ def generate(
     chat: Annotated[
         bool, Option("--chat", help="Send the prompt as a user message, for a chat model.")
     ] = False,
+    chat_template_kwargs: TemplateOption = "{}",
     logprobs: Annotated[
         bool, Option("--logprobs", help="Include each token's log-probability; needs --json.")
     ] = False,
@@ -48,10 +51,16 @@ def generate(
     """
     if logprobs and not as_json:
         raise ValueError("--logprobs needs --json, which prints them")
+    if chat_template_kwargs != "{}" and not chat:
+        raise ValueError("--chat-template-kwargs needs --chat")
+    template = template_kwargs(chat_template_kwargs)
     text = read_prompt(prompt, file)
+    request: Any = text
+    if chat:
+        messages = [{"role": "user", "content": text}]
+        request = {"messages": messages, "chat_template_kwargs": template}
     with closing(Bars()) as bars:
         params = options.load(loading, bars.load)
-        request = [{"role": "user", "content": text}] if chat else text
         if as_json:
             _generate_json(params, request, options, logprobs, bars)
         else:

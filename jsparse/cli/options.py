@@ -2,8 +2,10 @@
 
 import functools
 import inspect
+import json
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
@@ -32,6 +34,13 @@ WeightsOption = Annotated[
     ),
 ]
 RevisionOption = Annotated[str | None, Option(help="Branch, tag or commit of a Hub id.")]
+TemplateOption = Annotated[
+    str,
+    Option(
+        metavar="<json>",
+        help='Variables of the chat template, such as {"enable_thinking": false}.',
+    ),
+]
 JsonOption = Annotated[bool, Option("--json", help="Print one JSON object instead of text.")]
 PromptArgument = Annotated[
     str | None, Argument(help="Text to continue; - reads it from standard input.")
@@ -155,6 +164,14 @@ class GenerationOptions:
         """Returns the keyword arguments of `jsparse.generate`."""
         given = {name: value for name, value in vars(self).items() if name != "model"}
         return given | {"stop": self.stop or (), "eos_token_id": self.eos_token_id or None}
+
+
+def template_kwargs(given: str, flag: str = "--chat-template-kwargs") -> dict[str, Any]:
+    """Returns the variables of the chat template that a flag gives as JSON."""
+    with suppress(ValueError):
+        if isinstance(variables := json.loads(given), dict):
+            return variables
+    raise ValueError(f"{flag} {given}: must be a JSON object")
 
 
 def takes_options(

@@ -17,6 +17,7 @@ from jsparse.cli.options import (
     require,
     takes_model,
     takes_options,
+    template_kwargs,
 )
 from jsparse.machine.extras import install
 
@@ -130,6 +131,14 @@ class ServerFlags:
             "browser; *: any. Repeatable.",
         ),
     ] = None
+    default_chat_template_kwargs: Annotated[
+        str,
+        Option(
+            metavar="<json>",
+            help='Variables of the chat template, such as {"enable_thinking": false}, for requests '
+            "that do not set them.",
+        ),
+    ] = "{}"
     special_tokens_in_messages: Annotated[
         bool,
         Option(
@@ -196,6 +205,9 @@ def serve(
     size, engines = loading.tensor_parallel_size, server.data_parallel_size
     require("--tensor-parallel-size", size, size >= 1, "at least 1")
     allowed = origins.checked(server.allowed_origins or ())
+    variables = template_kwargs(
+        server.default_chat_template_kwargs, "--default-chat-template-kwargs"
+    )
     if engines > 1:
         _leave_gpus_to_engines()
     resolve(policy)  # report its errors before loading anything
@@ -236,6 +248,7 @@ def serve(
         hosts=None if server.api_key else names,
         origins=allowed,
         special_tokens=server.special_tokens_in_messages,
+        template_kwargs=variables,
         drain_seconds=server.drain_seconds,
     )
     if engines == 1:

@@ -2,7 +2,7 @@
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -100,12 +100,18 @@ class LLM:
         *,
         use_tqdm: bool | Callable[..., Any] = True,
         on_output: Callable[[RequestOutput], Any] | None = None,
-        add_generation_prompt: bool = True,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Replies to a conversation (a list of dicts with role and content), or to a list of them.
 
-        Other arguments and the result are as for `generate`. The model always replies:
-        `add_generation_prompt` may only be True.
+        The model starts a message (`add_generation_prompt`) or continues the last one
+        (`continue_final_message`). `chat_template_kwargs` are variables of the chat template, such
+        as {"enable_thinking": False}. Other arguments and the result are as for `generate`.
+
+        Raises:
+            ValueError: as for `generate`, or the template has no such variable.
         """
         first = messages[0] if isinstance(messages, Sequence) and messages else None
         talks = [messages] if isinstance(first, dict) else messages
@@ -117,7 +123,13 @@ class LLM:
                 f"messages={messages!r}: must be chat messages, dicts with role and content, or a "
                 "list of conversations"
             )
-        return self._generate(list(talks), sampling_params, use_tqdm, on_output)
+        options = {
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "chat_template_kwargs": chat_template_kwargs or {},
+        }
+        prompts = [{"messages": talk} | options for talk in talks]
+        return self._generate(prompts, sampling_params, use_tqdm, on_output)
 
     if not TYPE_CHECKING:  # a type checker would accept every attribute
 

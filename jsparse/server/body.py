@@ -17,7 +17,6 @@ REFUSED = {
     **{name: refused.rule for name, refused in SAMPLING.items()},
     "audio": "audio is not supported",
     "chat_template": "templates from requests are never run: the model's own is used",
-    "chat_template_kwargs": "the model's own template is used without options",
     "documents": "documents are not supported: write them into a message",
     "function_call": "functions are not supported",
     "functions": "functions are not supported",

@@ -15,16 +15,16 @@ from jsparse.engine.outputs import RequestOutput
 from jsparse.runtime.collecting import CompletionOutput
 from jsparse.server.errors import as_api_error, json_response
 from jsparse.server.prompt_stream import PromptStream, all_of, usage
-from jsparse.server.protocol import SAME, ChatRequest, CompletionRequest, chat_of
+from jsparse.server.protocol import SAME, ChatRequest, CompletionRequest, TemplateFields
 from jsparse.server.service import Service
 from jsparse.server.sse import DONE, ClientGone, EventStream, event, merged, unless_gone
 
 # the fields of requests, by their names in the engine's errors
 NAMES = {name: name for name in SAME} | {"max_tokens": "max_tokens"}
 COMPLETION_NAMES = NAMES | {"prompt": "prompt", "text": "prompt", "logprobs": "logprobs"}
-CHAT_NAMES = NAMES | {
-    word: "messages" for word in ("prompt", "messages", "message", "chat_template", "text")
-}
+TEMPLATE_NAMES = {name: name for name in TemplateFields.model_fields}
+CHAT_NAMES = NAMES | TEMPLATE_NAMES
+CHAT_NAMES |= dict.fromkeys(("prompt", "messages", "message", "chat_template", "text"), "messages")
 
 
 @dataclass
@@ -220,7 +220,7 @@ async def _chat(service: Service, request: ChatRequest) -> ResponseWriter:
     names = service.knobs | CHAT_NAMES
     request.check_likely(service.options.max_logprobs)
     try:
-        rows = await service.encode(chat_of(request.messages))
+        rows = await service.encode(request.chat(request.messages, service.options.template_kwargs))
         max_new_tokens = request.max_new_tokens or service.room(rows[0])
         options = request.sampling(max_new_tokens, service.temperature)
         streams = await service.ask("chatcmpl", rows, [options])

@@ -3,9 +3,10 @@
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
@@ -38,6 +39,7 @@ class Options:
         hosts: the names under which browsers may reach the server, lower-case; None: any.
         origins: the origins of pages that may use the server from a browser; "*": any.
         special_tokens: whether special tokens that are spelled in messages count as such.
+        template_kwargs: the default variables of the chat template.
         drain_seconds: seconds that requests may still take when the server shuts down.
     """
 
@@ -49,6 +51,7 @@ class Options:
     hosts: frozenset[str] | None = None
     origins: frozenset[str] = frozenset()
     special_tokens: bool = False
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     drain_seconds: float = 30.0
 
     def foreign(self, headers: Headers) -> str | None:

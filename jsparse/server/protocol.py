@@ -4,6 +4,7 @@ Names are OpenAI's or, if OpenAI has none, vLLM's.
 """
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
@@ -17,6 +18,7 @@ from jsparse.server.errors import ApiError
 MAX_LOGPROBS = 20
 MAX_PROMPTS, MAX_STOPS, MAX_STOP_CHARS, MAX_STOP_IDS, MAX_KNOBS = 128, 16, 128, 1000, 64
 MAX_MESSAGES, MAX_SALT_CHARS = 4096, 256
+MAX_VARIABLES, MAX_EFFORT_CHARS = 64, 64
 
 
 def _prompt(given: Any) -> Any:
@@ -201,7 +203,30 @@ ChatMessages = Annotated[
 ]
 
 
-class ChatRequest(GenerationRequest):
+class TemplateFields(RequestBody):
+    """What a chat asks of the model's template, under vLLM's names."""
+
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    chat_template_kwargs: Annotated[dict[str, Any], _at_most(MAX_VARIABLES)] = Field(
+        default_factory=dict
+    )
+    reasoning_effort: Annotated[str, Field(max_length=MAX_EFFORT_CHARS)] | None = None
+
+    def chat(self, messages: list[ChatMessage], defaults: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns messages as a prompt; `defaults` are variables of the template."""
+        variables = dict(defaults)
+        if self.reasoning_effort is not None:
+            variables["reasoning_effort"] = self.reasoning_effort
+        return {
+            "messages": [{"role": each.role, "content": each.content} for each in messages],
+            "add_generation_prompt": self.add_generation_prompt,
+            "continue_final_message": self.continue_final_message,
+            "chat_template_kwargs": variables | self.chat_template_kwargs,
+        }
+
+
+class ChatRequest(TemplateFields, GenerationRequest):
     """A request to reply to a chat."""
 
     messages: ChatMessages
@@ -224,7 +249,7 @@ class ChatRequest(GenerationRequest):
         return self
 
 
-class TokenizeRequest(RequestBody):
+class TokenizeRequest(TemplateFields):
     """A request for the ids of either a text or a chat."""
 
     model: str | None = None
@@ -244,8 +269,3 @@ class DetokenizeRequest(RequestBody):
 
     model: str | None = None
     tokens: Annotated[list[Annotated[int, Field(ge=0, lt=2**32)]], Field(fail_fast=True)]
-
-
-def chat_of(messages: list[ChatMessage]) -> list[dict[str, str]]:
-    """Returns messages in the format of templates."""
-    return [{"role": each.role, "content": each.content} for each in messages]

@@ -18,7 +18,6 @@ from jsparse.server.protocol import (
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
-    chat_of,
 )
 from jsparse.server.service import Service
 from jsparse.server.sse import EventStream, event
@@ -71,12 +70,14 @@ async def _tokenize(service: ServiceOfApp, request: Request) -> Response:
     with service.arriving():
         try:
             if body.messages is not None:
-                (ids,) = await service.encode(chat_of(body.messages))
+                prompt = body.chat(body.messages, service.options.template_kwargs)
+                (ids,) = await service.encode(prompt)
             else:
                 ids = await service.ids(body.prompt or "", body.add_special_tokens)
         except ValueError as error:
             field = "prompt" if body.messages is None else "messages"
             names: dict[str, str] = dict.fromkeys(("text", "prompt", "messages"), field)
+            names |= completions.TEMPLATE_NAMES
             raise as_api_error(error, names) from error
     maximum = service.ready.engine.sizes.max_model_len
     return json_response({"count": len(ids), "max_model_len": maximum, "tokens": ids})

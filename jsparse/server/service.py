@@ -11,6 +11,7 @@ import jax
 from starlette.requests import Request as HttpRequest
 
 from jsparse.engine.async_engine import AsyncEngine
+from jsparse.models.chat_template import ChatOptions, require_options
 from jsparse.runtime.admission import settable
 from jsparse.runtime.sampling_params import SamplingParams
 from jsparse.server.body import RequestBody, parse
@@ -20,6 +21,7 @@ from jsparse.server.metrics import Metrics
 from jsparse.server.prompt_stream import PromptStream, Serving, all_of
 from jsparse.server.text import Texts
 from jsparse.text import prompts
+from jsparse.text.prompts import tokenizer_of
 
 # the most seconds of one step on a GPU, compilation included; a CPU does not hang
 MAX_BUSY_SECONDS = 300.0
@@ -38,6 +40,11 @@ class Service(Front):
         """Sets the engine: requests are served from now on. Any thread may call it."""
         if jax.default_backend() != "cpu":
             self.max_busy_seconds = MAX_BUSY_SECONDS
+        if defaults := self.options.template_kwargs:
+            tokenizer = tokenizer_of(engine.engine.params, "chat_template_kwargs")
+            require_options(
+                ChatOptions(chat_template_kwargs=defaults), tokenizer.chat_template or ""
+            )
         metrics = Metrics(engine.engine, self.options.name)
         self._serving = Serving(engine, Texts(engine.engine.params.tokenizer), metrics, live={})
 
@@ -131,7 +138,7 @@ class Service(Front):
         return body
 
     async def encode(self, prompt: Any) -> list[list[int]]:
-        """Returns the ids of each prompt: text, messages, ids, or a list of any of these."""
+        """Returns the ids of each prompt: a chat's dict, or text, ids, or a list of these."""
         encode = partial(prompts.encode, special_tokens=self.options.special_tokens)
         sizes = _sizes(prompt)
         self._require_short(max(sizes))
@@ -213,6 +220,6 @@ def _sizes(prompt: Any) -> list[int]:
     """Returns the number of characters of each prompt; 0 for ids."""
     if isinstance(prompt, str):
         return [len(prompt)]
-    if isinstance(prompt[0], dict):
-        return [sum(len(message["content"]) for message in prompt)]
+    if isinstance(prompt, dict):
+        return [sum(len(message["content"]) for message in prompt["messages"])]
     return [len(each) if isinstance(each, str) else 0 for each in prompt]

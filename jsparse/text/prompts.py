@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from jsparse.models.chat_template import PLAIN_CHAT, ChatOptions
 from jsparse.models.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
 BYTES = bytes | bytearray | memoryview
 # the keys of vLLM's prompts
 HELD_IN = {"prompt", "prompt_token_ids"}
+# the key of a chat with options
+MESSAGES = "messages"
 
 
 def encode(
@@ -22,8 +25,9 @@ def encode(
     """Returns the token ids of every prompt, and whether a single prompt was given.
 
     A prompt is text, chat messages (dicts with role and content), token ids (a list or an integer
-    array), or vLLM's dict of one; a list or 2-D array holds several. `special_tokens`: whether
-    special tokens spelled in chat messages count as such; in a text they always do.
+    array), or a dict of one: vLLM's, or `messages` with the fields of ChatOptions. A list or 2-D
+    array holds several prompts. `special_tokens`: whether special tokens spelled in chat messages
+    count as such; in a text they always do.
 
     Raises:
         ValueError: a prompt is empty, has another type, or has ids outside the vocabulary.
@@ -70,7 +74,7 @@ def tokenizer_of(params: "Params", purpose: str) -> Tokenizer:
 
 
 def _is_one(prompt: Any) -> bool:
-    if isinstance(prompt, str):
+    if isinstance(prompt, str | dict):
         return True
     if hasattr(prompt, "ndim"):
         if prompt.ndim not in (1, 2):
@@ -82,7 +86,10 @@ def _is_one(prompt: Any) -> bool:
         raise ValueError(
             f"prompt={prompt!r}: must be text, chat messages, token ids, or a list of them"
         )
-    return bool(prompt) and all(_is_id(kind) or issubclass(kind, dict) for kind in _kinds(prompt))
+    kinds = _kinds(prompt)
+    if dict in kinds and any(MESSAGES in each for each in prompt if isinstance(each, dict)):
+        return False
+    return bool(prompt) and all(_is_id(kind) or issubclass(kind, dict) for kind in kinds)
 
 
 def _kinds(items: Iterable[Any]) -> set[type]:
@@ -109,7 +116,22 @@ def _ids(params: "Params", prompt: Any, special_tokens: bool) -> list[int]:
         raise ValueError(f"prompt={prompt!r}: must be text, not bytes")
     if isinstance(prompt, Sequence) and all(map(_is_id, kinds := _kinds(prompt))):
         return [*prompt] if kinds == {int} else [*map(int, prompt)]
-    if isinstance(prompt, Sequence) and all(isinstance(item, dict) for item in prompt):
+    messages, options = _chat(prompt)
+    if isinstance(messages, Sequence) and all(isinstance(item, dict) for item in messages):
         tokenizer = tokenizer_of(params, "a chat")
-        return tokenizer.encode_chat(list(prompt), special_tokens=special_tokens)
+        return tokenizer.encode_chat(list(messages), options, special_tokens=special_tokens)
     raise ValueError(f"prompt={prompt!r}: must be text, chat messages or token ids")
+
+
+def _chat(prompt: Any) -> tuple[Any, ChatOptions]:
+    """Returns the messages of a chat prompt, and its options."""
+    if not isinstance(prompt, dict):
+        return prompt, PLAIN_CHAT
+    options = {name: value for name, value in prompt.items() if name != MESSAGES}
+    unknown = options.keys() - {*ChatOptions._fields}
+    if unknown or MESSAGES not in prompt:
+        raise ValueError(
+            f"prompt={reprlib.repr(prompt)}: a dict must have prompt, prompt_token_ids, or "
+            f"messages with at most {', '.join(ChatOptions._fields)}"
+        )
+    return prompt[MESSAGES], ChatOptions(**options)

@@ -186,6 +186,9 @@ def test_mistake_is_one_line_and_exit_code_2():
         (["generate", "x", *ON_TINY, "--revision", "main"], "only Hub ids have revisions"),
         (["generate", "x", "--model", FIXTURES / "llama"], "needs a tokenizer"),
         (["generate", "x", *ON_TINY, "--chat"], "no chat template"),
+        (["generate", "x", "--chat", "--chat-template-kwargs", "{'a': 1}"], "must be a JSON obje"),
+        (["generate", "x", "--chat-template-kwargs", '{"a": 1}'], "needs --chat"),
+        (["chat", "--chat-template-kwargs", "[1]"], "--chat-template-kwargs [1]: must be a JSON"),
         (["chat", "--model", TINY], "no chat template: use `jsparse generate`"),
         (["info", "nope"], "model='nope'"),
         (["info", FIXTURES], "config.json"),
@@ -231,13 +234,23 @@ def test_chat_keeps_the_conversation_until_reset(chat_model):
     options = ["--model", chat_model, "--max-new-tokens", "3", "--system", "be brief"]
     ran, calls = ran_once("chat", *options, stdin="one\n\ntwo\n/reset\nthree\n/exit\nfour\n")
     assert (ran.exit_code, ran.stderr) == (0, "")
-    assert [[m["role"] for m in messages] for messages in calls] == [
+    said = [call["messages"] for call in calls]
+    assert [[m["role"] for m in messages] for messages in said] == [
         ["system", "user"],
         ["system", "user", "assistant", "user"],
         ["system", "user"],
     ]
-    assert [messages[-1]["content"] for messages in calls] == ["one", "two", "three"]
-    assert ran.stdout.startswith(calls[1][2]["content"] + "\n")
+    assert [messages[-1]["content"] for messages in said] == ["one", "two", "three"]
+    assert ran.stdout.startswith(said[1][2]["content"] + "\n")
+
+
+def test_chat_template_kwargs_reach_the_template(chat_model):
+    options = ["--model", chat_model, "--max-new-tokens", "1"]
+    given = ["--chat-template-kwargs", '{"thinks": false}']
+    for command, stdin in ((["generate", "hi", "--chat"], None), (["chat"], "hi\n")):
+        ran, (call,) = ran_once(*command, *options, *given, stdin=stdin)
+        assert (ran.exit_code, call["chat_template_kwargs"]) == (0, {"thinks": False})
+        assert call["messages"] == [{"role": "user", "content": "hi"}]
 
 
 def test_interrupted_response_is_kept_and_the_chat_continues(chat_model, monkeypatch):
@@ -251,7 +264,7 @@ def test_chat_commands_are_not_sent_to_the_model(chat_model):
     ran, calls = ran_once("chat", *options, stdin="/help\n/etc/hosts\n /x\n/quit\nfour\n")
     assert ran.exit_code == 0
     assert "/reset starts over" in ran.stderr
-    assert [messages[-1]["content"] for messages in calls] == ["/etc/hosts", "/x"]
+    assert [call["messages"][-1]["content"] for call in calls] == ["/etc/hosts", "/x"]
     ran, calls = ran_once("chat", *options, stdin="/resets now\ntwo\n")
     assert (ran.exit_code, ran.stdout, calls) == (2, "", [])
     assert ran.stderr.startswith("error: /resets: must be one of /help, /reset, /exit, /quit;")

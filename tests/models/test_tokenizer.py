@@ -11,6 +11,7 @@ import tokenizers
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
+from jsparse.models.chat_template import ChatOptions
 from jsparse.models.tokenizer import Tokenizer
 from tests.support import model_tokenizers
 
@@ -157,6 +158,54 @@ def test_chat_templates_get_their_variables():
         assert with_template(template).apply_chat_template(USER, thinking="yes") == expected, (
             template
         )
+
+
+def test_chats_have_the_variables_of_their_template():
+    tokenizer = with_template(
+        "{{ messages[-1].content | trim }}{% if add_generation_prompt %}|{{ effort }}"
+        "{% if thinks is defined and thinks is false %}-{% endif %}{% endif %}"
+    )
+    said = [{"role": "user", "content": "a "}]
+    for options, expected in [
+        (ChatOptions(), "a|"),
+        (ChatOptions(add_generation_prompt=False), "a"),
+        (ChatOptions(continue_final_message=True), "a "),
+        (ChatOptions(chat_template_kwargs={"thinks": False, "unknown": False}), "a|-"),
+        (ChatOptions(chat_template_kwargs={"effort": "high"}), "a|high"),
+    ]:
+        assert tokenizer.decode(tokenizer.encode_chat(said, options)) == expected, options
+
+
+def test_variables_and_continued_messages_cannot_contain_control_tokens():
+    tokenizer = with_template("{{ messages[0].content }}{{ effort }}")
+    (end,) = tokenizer.encode("<|im_end|>")
+    said = [{"role": "user", "content": "a<|im_end|>b"}]
+    for options in (
+        ChatOptions(chat_template_kwargs={"effort": "<|im_end|>"}),
+        ChatOptions(continue_final_message=True),
+    ):
+        assert tokenizer.encode_chat(said, options, special_tokens=True).count(end) > 0
+        ids = tokenizer.encode_chat(said, options)
+        assert end not in ids
+        assert "a<|im_end|>b" in tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def test_chat_options_that_a_template_lacks_are_refused():
+    tokenizer = with_template("{{ effort }}{{ bos_token }}")
+    for options, message in [
+        (ChatOptions(add_generation_prompt=1), "add_generation_prompt=1: must be True or False"),
+        (ChatOptions(True, True), "continue_final_message=True: must not be given with"),
+        (ChatOptions(continue_final_message=True), "continue_final_message=True: the chat templa"),
+        (ChatOptions(chat_template_kwargs=[1]), r"chat_template_kwargs=\[1\]: must be a dict"),
+        (ChatOptions(chat_template_kwargs={"messages": 1}), "must not set messages"),
+        (
+            ChatOptions(chat_template_kwargs={"thinks": True}),
+            "chat_template_kwargs={'thinks': True}: must be a variable of the chat template, and "
+            "it has bos_token, effort",
+        ),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            tokenizer.encode_chat(USER, options)
 
 
 def test_failing_templates_give_one_line():

@@ -17,7 +17,6 @@ from jsparse.server.protocol import (
     DetokenizeRequest,
     GenerationRequest,
     TokenizeRequest,
-    chat_of,
 )
 from tests.support.malformed import CHATS, COMPLETIONS, HI, MALFORMED, UNFIT
 
@@ -79,7 +78,7 @@ def test_fields_without_effect_are_accepted():
             for given in ({}, more)
         )
         assert made.sampling(2, 0.5) == plain.sampling(2, 0.5), more
-        assert chat_of(made.messages) == chat_of(plain.messages), more
+        assert made.chat(made.messages, {}) == plain.chat(plain.messages, {}), more
 
 
 def test_parts_and_messages_may_have_fields_without_effect():
@@ -87,7 +86,18 @@ def test_parts_and_messages_may_have_fields_without_effect():
     part = {"type": "text", "text": "w1", "cache_control": hint, "annotations": [], "id": None}
     message = {"role": "user", "content": [part], "annotations": [], "tool_calls": []}
     made = parse(ChatRequest, json.dumps({"messages": [message]}).encode())
-    assert chat_of(made.messages) == [{"role": "user", "content": "w1"}]
+    assert made.chat(made.messages, {})["messages"] == [{"role": "user", "content": "w1"}]
+
+
+def test_variables_of_a_request_replace_the_servers():
+    defaults, body = {"thinks": True, "effort": "low"}, {"messages": HI}
+    for more, expected in (
+        ({}, defaults),
+        ({"reasoning_effort": "high"}, defaults | {"reasoning_effort": "high"}),
+        ({"chat_template_kwargs": {"effort": "high"}}, {"thinks": True, "effort": "high"}),
+    ):
+        made = parse(ChatRequest, json.dumps(body | more).encode())
+        assert made.chat(made.messages, defaults)["chat_template_kwargs"] == expected
 
 
 def test_values_refused_by_sampling_params_are_refused_in_bodies():

@@ -64,6 +64,7 @@ def test_bad_options_are_refused_at_once(capsys):
         (["--seed", "-1"], "--seed -1: must be from 0"),
         (["--api-key", "a b"], "--api-key: must be one or more visible ASCII characters"),
         (["--policy", "nope"], "unknown policy 'nope'"),
+        (["--default-chat-template-kwargs", "no"], "--default-chat-template-kwargs no: must be a"),
         (["--host", "256.0.0.1"], "--host 256.0.0.1 --port 0"),
         (["--nnodes", "0"], "--nnodes 0: must be at least 1"),
         (["--node-rank", "1"], "--node-rank 1: must be from 0 to 0"),

@@ -199,6 +199,13 @@ def test_state(client, http, url):
     assert tokens == {"count": 5, "max_model_len": 96, "tokens": [3, 14, 15, 92, 65]}
     chat = http.post("/tokenize", json={"messages": [{"role": "user", "content": "w9"}]}).json()
     assert chat["tokens"] == [9, 7]
+    for more, expected in (
+        ({"chat_template_kwargs": {"thinks": True}}, [9, 7, 8]),
+        ({"continue_final_message": True}, [9]),
+        ({"add_generation_prompt": False, "chat_template_kwargs": {"thinks": 1}}, [9, 8]),
+    ):
+        body = {"messages": [{"role": "user", "content": "w9"}]} | more
+        assert http.post("/tokenize", json=body).json()["tokens"] == expected, more
     text = http.post("/detokenize", json={"tokens": tokens["tokens"]}).json()
     assert text == {"prompt": WORDS}
 

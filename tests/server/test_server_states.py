@@ -4,6 +4,7 @@ import asyncio
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 
 import httpx
 import pytest
@@ -119,3 +120,10 @@ def test_runtime_error_at_startup_is_reported_like_other_refusals():
         message = "^the engine could not be prepared: device not available$"
         with pytest.raises(OSError, match=message):
             run.serve(Options("tiny"), fail, listening)
+
+
+def test_default_variables_that_the_template_lacks_end_the_start():
+    with closing(an_engine()) as engine:
+        message = "chat_template_kwargs={'unknown': 1}: must be a variable of the chat template"
+        with pytest.raises(ValueError, match=message):
+            a_service(template_kwargs={"thinks": True, "unknown": 1}).begin(engine)

@@ -64,7 +64,8 @@ MALFORMED = [
     (CHATS, {"messages": HI, "service_tier": "flex"}, "service_tier", "'auto' or 'default'"),
     (CHATS, {"messages": HI, "store": "yes"}, "store", "boolean"),
     (CHATS, {"messages": HI, "metadata": "a"}, "metadata", "object"),
-    (CHATS, {"messages": HI, "chat_template_kwargs": {"x": 1}}, "chat_template_kwargs", "own"),
+    (CHATS, {"messages": HI, "chat_template_kwargs": [1]}, "chat_template_kwargs", "an object"),
+    (CHATS, {"messages": HI, "continue_final_message": 1}, "continue_final_message", "boolean"),
     (CHATS, {"messages": HI, "response_format": {"type": "json_object"}}, "response_format", "not"),
     (CHATS, {"messages": HI, "chat_template": "{{ 1 }}"}, "chat_template", "never run"),
     (CHATS, {"messages": HI, "top_logprobs": 2}, "top_logprobs", "must have logprobs=true"),
@@ -88,4 +89,5 @@ UNFIT = [
     (COMPLETIONS, {"prompt": "w1", "policy": {"p": 2}}, "policy", "p=2.0: must be"),
     (CHATS, {"messages": HI * 95, "max_tokens": 9}, "messages", "max_model_len=96"),
     (CHATS, {"messages": HI * 96}, "messages", "max_model_len=96"),
+    (CHATS, {"messages": HI, "chat_template_kwargs": {"x": 1}}, "chat_template_kwargs", "a varia"),
 ]

@@ -23,7 +23,7 @@ from tests.support.tiny import VOCAB, tiny_params
 
 TEMPLATE = (
     "{% for m in messages %}{{ m['content'] }} {% endfor %}"
-    "{% if add_generation_prompt %}w7{% endif %}"
+    "{% if add_generation_prompt %}w7{% endif %}{% if thinks %} w8{% endif %}"
 )
 
 

@@ -23,9 +23,10 @@ class LetterTokenizer:
     def encode(self, text, *, add_special_tokens=True):
         return [1] * (self.bos and add_special_tokens) + [ord(c) - ord("a") + 2 for c in text]
 
-    def encode_chat(self, messages, *, special_tokens):
+    def encode_chat(self, messages, options, *, special_tokens):
         assert not special_tokens
-        text = "".join(m["content"] for m in messages) + "z"
+        text = "".join(m["content"] for m in messages) + "z" * options.generates
+        text += options.chat_template_kwargs.get("more", "")
         return self.encode(text, add_special_tokens=False)
 
 
@@ -45,6 +46,14 @@ def test_prompts():
         (["ab", "c"], [[1, 2, 3], [1, 4]], False),
         (CHAT, [[9, 10, 26, 16, 27]], True),
         ([CHAT, "a"], [[9, 10, 26, 16, 27], [1, 2]], False),
+        ({"messages": CHAT}, [[9, 10, 26, 16, 27]], True),
+        ({"messages": CHAT, "continue_final_message": True}, [[9, 10, 26, 16]], True),
+        (
+            [{"messages": CHAT, "chat_template_kwargs": {"more": "a"}}, CHAT],
+            [[9, 10, 26, 16, 27, 2], [9, 10, 26, 16, 27]],
+            False,
+        ),
+        ({"messages": CHAT, "add_generation_prompt": False}, [[9, 10, 26, 16]], True),
         ([5, 6], [[5, 6]], True),
         ([0, VOCAB - 1], [[0, VOCAB - 1]], True),
         ([np.int64(5), np.int32(6)], [[5, 6]], True),
@@ -77,6 +86,12 @@ def test_refused():
         ([True, False], "prompt=True: must be text"),
         ([1, {"role": "user"}], r"prompt=\[1, {'role': 'user'}\]: must be"),
         ([[1, "a"]], r"prompt=\[1, 'a'\]: must be"),
+        (
+            {"role": "user"},
+            "prompt={'role': 'user'}: a dict must have prompt, prompt_token_ids, or",
+        ),
+        ({"messages": CHAT, "tools": []}, "messages with at most add_generation_prompt"),
+        ({"messages": "hi"}, "prompt={'messages': 'hi'}: must be text, chat messages"),
     ]:
         with pytest.raises(ValueError, match=message) as error:
             encode(LETTERS, prompt)
