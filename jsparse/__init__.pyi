@@ -21,6 +21,7 @@ from jsparse.runtime.host_reader import GenerationStats as GenerationStats
 from jsparse.runtime.sampling_params import SamplingParams as SamplingParams
 from jsparse.runtime.scoring import logits as logits
 from jsparse.selection import Selection as Selection
+from jsparse.text.reasoning import split_reasoning as split_reasoning
 
 # isort: split
 # policies: written by .ci/policy_tables.py

@@ -139,6 +139,13 @@ class ServerFlags:
             "that do not set them.",
         ),
     ] = "{}"
+    reasoning_parser: Annotated[
+        Literal["qwen3", "deepseek_r1"] | None,
+        Option(
+            help="Return the text between <think> and </think> as reasoning_content. Both values "
+            "do the same."
+        ),
+    ] = None
     special_tokens_in_messages: Annotated[
         bool,
         Option(
@@ -249,6 +256,7 @@ def serve(
         origins=allowed,
         special_tokens=server.special_tokens_in_messages,
         template_kwargs=variables,
+        splits_reasoning=server.reasoning_parser is not None,
         drain_seconds=server.drain_seconds,
     )
     if engines == 1:

@@ -18,6 +18,7 @@ from jsparse.server.prompt_stream import PromptStream, all_of, usage
 from jsparse.server.protocol import SAME, ChatRequest, CompletionRequest, TemplateFields
 from jsparse.server.service import Service
 from jsparse.server.sse import DONE, ClientGone, EventStream, event, merged, unless_gone
+from jsparse.text.reasoning import ReasoningSplitter
 
 # the fields of requests, by their names in the engine's errors
 NAMES = {name: name for name in SAME} | {"max_tokens": "max_tokens"}
@@ -66,7 +67,7 @@ class ResponseWriter(ABC):
             for completion in output.outputs
         ]
         new = sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
-        body = self._frame(self.whole_kind, choices) | {"usage": usage(outputs, new)}
+        body = self._frame(self.whole_kind, choices) | {"usage": self.usage(outputs, new)}
         return json_response(body)
 
     async def events(self) -> AsyncGenerator[bytes]:
@@ -84,13 +85,13 @@ class ResponseWriter(ABC):
                 slow = self.request.likely is not None
                 choices = await self.service.texts.made(make) if slow else make()
                 if self.request.with_usage_so_far:
-                    extra = {"usage": usage([last[nth] for nth in sorted(last)], new)}
+                    extra = {"usage": self.usage([last[nth] for nth in sorted(last)], new)}
                 # a chunk has one choice, since many clients read only the first
                 frames = [self._frame(self.piece_kind, [choice]) | extra for choice in choices]
                 if frames:
                     yield b"".join(map(event, frames))
         if self.request.with_usage:
-            total = usage([last[nth] for nth in sorted(last)], new)
+            total = self.usage([last[nth] for nth in sorted(last)], new)
             yield event(self._frame(self.piece_kind, []) | {"usage": total})
         yield DONE
 
@@ -127,6 +128,10 @@ class ResponseWriter(ABC):
             )
         )
 
+    def usage(self, outputs: Sequence[RequestOutput], new: int) -> dict[str, Any]:
+        """Returns the usage, from the last output of each prompt and the number of new tokens."""
+        return usage(outputs, new)
+
     def _index(self, prompt: int, completion: CompletionOutput) -> int:
         return prompt * self.request.n + completion.index
 
@@ -158,13 +163,20 @@ class Completions(ResponseWriter):
         return {"text": echoed + completion.text, "logprobs": logprobs}
 
 
+@dataclass
 class Chats(ResponseWriter):
-    """Completions in the format of /v1/chat/completions."""
+    """Completions in the format of /v1/chat/completions.
+
+    `splitters` split the completions' texts into reasoning and answer, by index; None: no text is
+    split.
+    """
+
+    splitters: Sequence[ReasoningSplitter] | None = None
 
     whole_kind, piece_kind = "chat.completion", "chat.completion.chunk"
 
     def choice(self, completion: CompletionOutput, prompt: int) -> dict[str, Any]:
-        message = {"role": "assistant", "content": completion.text, "refusal": None}
+        message = {"role": "assistant", "refusal": None} | self._parts(completion)
         return {"message": message, "logprobs": self._logprobs(completion)}
 
     def piece(
@@ -172,9 +184,30 @@ class Chats(ResponseWriter):
     ) -> dict[str, Any]:
         delta = {"role": "assistant"} if offset is None else {}
         return {
-            "delta": delta | {"content": completion.text},
+            "delta": delta | self._parts(completion),
             "logprobs": self._logprobs(completion),
         }
+
+    def _has_news(self, completion: CompletionOutput, *, first: bool) -> bool:
+        holds = self.splitters is not None and self.splitters[completion.index].holds
+        ended = completion.finish_reason is not None and holds
+        return ended or super()._has_news(completion, first=first)
+
+    def usage(self, outputs: Sequence[RequestOutput], new: int) -> dict[str, Any]:
+        made = super().usage(outputs, new)
+        if self.splitters is not None:
+            tokens = sum(splitter.tokens for splitter in self.splitters)
+            made["completion_tokens_details"] = {"reasoning_tokens": tokens}
+        return made
+
+    def _parts(self, completion: CompletionOutput) -> dict[str, str]:
+        """Returns the content of a completion or a piece of it, and its reasoning, if any."""
+        if self.splitters is None:
+            return {"content": completion.text}
+        reasoning, answer = self.splitters[completion.index].push(
+            completion.text, completion.token_ids, ended=completion.finish_reason is not None
+        )
+        return {"content": answer} | ({"reasoning_content": reasoning} if reasoning else {})
 
     def _logprobs(self, completion: CompletionOutput) -> dict[str, Any] | None:
         if completion.token_logprobs is None:
@@ -226,7 +259,10 @@ async def _chat(service: Service, request: ChatRequest) -> ResponseWriter:
         streams = await service.ask("chatcmpl", rows, [options])
     except Exception as error:
         raise as_api_error(error, names) from error
-    return Chats(service, request, streams, [])
+    splitters = None
+    if service.options.splits_reasoning:
+        splitters = service.texts.splitters(rows[0], options.n)
+    return Chats(service, request, streams, [], splitters=splitters)
 
 
 async def _response(writer: ResponseWriter, http: HttpRequest) -> Response:

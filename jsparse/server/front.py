@@ -40,6 +40,7 @@ class Options:
         origins: the origins of pages that may use the server from a browser; "*": any.
         special_tokens: whether special tokens that are spelled in messages count as such.
         template_kwargs: the default variables of the chat template.
+        splits_reasoning: whether replies to chats have their reasoning apart from the answer.
         drain_seconds: seconds that requests may still take when the server shuts down.
     """
 
@@ -52,6 +53,7 @@ class Options:
     origins: frozenset[str] = frozenset()
     special_tokens: bool = False
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    splits_reasoning: bool = False
     drain_seconds: float = 30.0
 
     def foreign(self, headers: Headers) -> str | None:

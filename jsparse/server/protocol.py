@@ -19,6 +19,8 @@ MAX_LOGPROBS = 20
 MAX_PROMPTS, MAX_STOPS, MAX_STOP_CHARS, MAX_STOP_IDS, MAX_KNOBS = 128, 16, 128, 1000, 64
 MAX_MESSAGES, MAX_SALT_CHARS = 4096, 256
 MAX_VARIABLES, MAX_EFFORT_CHARS = 64, 64
+# the fields of messages that templates get
+IN_TEMPLATES = {"role", "content", "reasoning_content"}
 
 
 def _prompt(given: Any) -> Any:
@@ -193,6 +195,7 @@ class ChatMessage(RequestBody):
         BeforeValidator(lambda given: "system" if given == "developer" else given),
     ]
     content: Content
+    reasoning_content: str | None = None
     name: str | None = None
     type: Literal["text"] | None = None
 
@@ -219,7 +222,9 @@ class TemplateFields(RequestBody):
         if self.reasoning_effort is not None:
             variables["reasoning_effort"] = self.reasoning_effort
         return {
-            "messages": [{"role": each.role, "content": each.content} for each in messages],
+            "messages": [
+                each.model_dump(include=IN_TEMPLATES, exclude_none=True) for each in messages
+            ],
             "add_generation_prompt": self.add_generation_prompt,
             "continue_final_message": self.continue_final_message,
             "chat_template_kwargs": variables | self.chat_template_kwargs,

@@ -221,5 +221,5 @@ def _sizes(prompt: Any) -> list[int]:
     if isinstance(prompt, str):
         return [len(prompt)]
     if isinstance(prompt, dict):
-        return [sum(len(message["content"]) for message in prompt["messages"])]
+        return [sum(len(text) for message in prompt["messages"] for text in message.values())]
     return [len(each) if isinstance(each, str) else 0 for each in prompt]

@@ -1,7 +1,7 @@
 """Encodes and decodes text in threads outside the event loop."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cached_property, partial
@@ -14,11 +14,14 @@ from jsparse.engine.outputs import RequestOutput
 from jsparse.engine.request_state import RequestState
 from jsparse.models.tokenizer import Tokenizer
 from jsparse.runtime.collecting import CompletionOutput
+from jsparse.text.reasoning import END, ReasoningSplitter, opens_reasoning
 
 # a long prompt keeps a thread busy for a second; the tokenizer does not block other threads
 ENCODERS = 2
 # the most characters of texts that do not wait for longer ones
 SHORT = 2**14
+# the tokens at a prompt's end that hold <think> and the line breaks after it
+TAIL = 16
 
 
 class Texts:
@@ -70,6 +73,14 @@ class Texts:
         """Returns the text of ids, special tokens included."""
         decode = partial(self._known("tokens").decode, skip_special_tokens=False)
         return await self.encode(decode, ids, size=len(ids))
+
+    def splitters(self, prompt: Sequence[int], number: int) -> list[ReasoningSplitter]:
+        """Returns splitters of the `number` completions of a prompt into reasoning and answer."""
+        tokenizer = self._known("reasoning")
+        tail = tokenizer.decode(prompt[-TAIL:], skip_special_tokens=False)
+        end = tokenizer.encode(END, add_special_tokens=False)
+        opened, end_token = opens_reasoning(tail), end[0] if len(end) == 1 else None
+        return [ReasoningSplitter(opened=opened, end_token=end_token) for _ in range(number)]
 
     def close(self) -> None:
         self._asked.put(None)

@@ -87,6 +87,9 @@ def test_parts_and_messages_may_have_fields_without_effect():
     message = {"role": "user", "content": [part], "annotations": [], "tool_calls": []}
     made = parse(ChatRequest, json.dumps({"messages": [message]}).encode())
     assert made.chat(made.messages, {})["messages"] == [{"role": "user", "content": "w1"}]
+    thought = {"role": "assistant", "content": "w1", "reasoning_content": "w2"}
+    made = parse(ChatRequest, json.dumps({"messages": [thought]}).encode())
+    assert made.chat(made.messages, {})["messages"] == [thought]
 
 
 def test_variables_of_a_request_replace_the_servers():

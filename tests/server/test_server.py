@@ -200,9 +200,9 @@ def test_state(client, http, url):
     chat = http.post("/tokenize", json={"messages": [{"role": "user", "content": "w9"}]}).json()
     assert chat["tokens"] == [9, 7]
     for more, expected in (
-        ({"chat_template_kwargs": {"thinks": True}}, [9, 7, 8]),
+        ({"chat_template_kwargs": {"more": "w8"}}, [9, 7, 8]),
         ({"continue_final_message": True}, [9]),
-        ({"add_generation_prompt": False, "chat_template_kwargs": {"thinks": 1}}, [9, 8]),
+        ({"add_generation_prompt": False, "chat_template_kwargs": {"more": "w8"}}, [9, 8]),
     ):
         body = {"messages": [{"role": "user", "content": "w9"}]} | more
         assert http.post("/tokenize", json=body).json()["tokens"] == expected, more

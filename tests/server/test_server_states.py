@@ -126,4 +126,31 @@ def test_default_variables_that_the_template_lacks_end_the_start():
     with closing(an_engine()) as engine:
         message = "chat_template_kwargs={'unknown': 1}: must be a variable of the chat template"
         with pytest.raises(ValueError, match=message):
-            a_service(template_kwargs={"thinks": True, "unknown": 1}).begin(engine)
+            a_service(template_kwargs={"more": "w8", "unknown": 1}).begin(engine)
+
+
+def test_reasoning_is_returned_apart():
+    """The prompt opens it, and </think> ends it; counted in usage, streamed and not."""
+    words = with_words(**{"<think>": 8, "</think>": 9})
+    body = {"messages": [{"role": "user", "content": "w3"}], "max_tokens": 4, "temperature": 0}
+    body |= {"ignore_eos": True, "stream_options": {"include_usage": True}}
+    fives, ends = "w5 w5 w5 w5", "</think> </think> </think>"
+    with serving(a_service(splits_reasoning=True), an_engine(params=words)) as url:
+        for word, opens, parts, number in (
+            (5, "<think>", (fives, ""), 4),
+            (9, "<think>", ("", ends), 1),
+            (5, "", ("", fives), 0),
+        ):
+            asked = body | {"logit_bias": {word: 100}, "chat_template_kwargs": {"more": opens}}
+            whole, streamed = (
+                httpx.post(f"{url}/v1/chat/completions", json=asked | {"stream": stream})
+                for stream in (False, True)
+            )
+            message = whole.json()["choices"][0]["message"]
+            events = [json.loads(line[6:]) for line in streamed.text.split("\n\n")[:-2]]
+            deltas = [event["choices"][0]["delta"] for event in events[:-1]]
+            for name, part in zip(("reasoning_content", "content"), parts, strict=True):
+                assert message.get(name, "").strip() == part
+                assert "".join(delta.get(name, "") for delta in deltas) == message.get(name, "")
+            for usage in (whole.json()["usage"], events[-1]["usage"]):
+                assert usage["completion_tokens_details"] == {"reasoning_tokens": number}

@@ -23,20 +23,23 @@ from tests.support.tiny import VOCAB, tiny_params
 
 TEMPLATE = (
     "{% for m in messages %}{{ m['content'] }} {% endfor %}"
-    "{% if add_generation_prompt %}w7{% endif %}{% if thinks %} w8{% endif %}"
+    "{% if add_generation_prompt %}w7{% endif %}{% if more %} {{ more }}{% endif %}"
 )
 
 
-def with_words() -> Params:
-    """The tiny model with a word per token, with a chat template."""
+def with_words(**others: int) -> Params:
+    """The tiny model with a word per token, with a chat template.
+
+    `others` are the tokens of further words, which replace those of the same number.
+    """
     import dataclasses
 
-    core = tokenizers.Tokenizer(
-        tokenizers.models.WordLevel({f"w{nth}": nth for nth in range(VOCAB)}, unk_token="w0")
-    )
+    named = {nth: word for word, nth in others.items()}
+    words = {named.get(nth, f"w{nth}"): nth for nth in range(VOCAB)}
+    core = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
     core.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    words = Tokenizer(core, chat_template=TEMPLATE)
-    return dataclasses.replace(tiny_params(num_layers=1), tokenizer=words)
+    tokenizer = Tokenizer(core, chat_template=TEMPLATE)
+    return dataclasses.replace(tiny_params(num_layers=1), tokenizer=tokenizer)
 
 
 def an_engine(policy="twilight(all_pages(), p=0.9)", **options) -> jsparse.AsyncEngine:

@@ -1,0 +1,113 @@
+"""Splits the text of models that think before they answer into reasoning and answer.
+
+Qwen3, DeepSeek-R1 and their relatives write their reasoning between <think> and </think>. Some chat
+templates write <think> themselves, at the end of the prompt.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+BEGIN, END = "<think>", "</think>"
+# what may turn out to be line breaks before END, and the start of END
+_HELD = re.compile(rf"\n*(?:{'|'.join(re.escape(END[:n]) for n in range(len(END)))})\Z")
+
+
+class Split(NamedTuple):
+    """A text in two parts, without the tags and the line breaks around them."""
+
+    reasoning: str
+    answer: str
+
+
+def split_reasoning(text: str, *, opened: bool = False) -> Split:
+    """Splits a whole text.
+
+    Args:
+        text: a model's output.
+        opened: whether the prompt ended with <think>. A text with </think> but without <think> is
+            taken for the output of such a prompt anyway.
+
+    Returns:
+        The reasoning, "" if there is none, and the answer.
+    """
+    starts = text.lstrip().startswith(BEGIN)
+    return ReasoningSplitter(opened=opened or (END in text and not starts)).push(text, ended=True)
+
+
+def opens_reasoning(prompt: str) -> bool:
+    """Returns whether a prompt ends with <think>."""
+    return prompt.rstrip().endswith(BEGIN)
+
+
+class ReasoningSplitter:
+    """Splits a text that arrives in pieces.
+
+    Attributes:
+        tokens: the number of tokens of the reasoning so far, its tags included.
+    """
+
+    def __init__(self, *, opened: bool, end_token: int | None = None) -> None:
+        """Begins a text.
+
+        Args:
+            opened: whether the prompt ended with <think>.
+            end_token: the token of </think>, if it is one; otherwise the tokens of the piece that
+                holds </think> count as reasoning.
+        """
+        self.tokens = 0
+        self._reasons: bool | None = True if opened else None  # None: the text's start is awaited
+        self._end_token, self._held, self._at_start = end_token, "", True
+
+    @property
+    def holds(self) -> bool:
+        """Whether text is held back."""
+        return bool(self._held)
+
+    def push(self, text: str, ids: Sequence[int] = (), *, ended: bool) -> Split:
+        """Returns the two parts of a further piece.
+
+        Args:
+            text: the piece; text that may belong to a tag is held back until it is known.
+            ids: its tokens, to be counted.
+            ended: whether the text ends with it.
+        """
+        self._held += text
+        reasoning = answer = ""
+        if self._reasons is None:
+            self._start(ended)
+        if self._reasons:
+            reasoning = self._reasoning(ids, ended)
+        if self._reasons is False:
+            answer, self._held = self._after_breaks(self._held), ""
+        return Split(reasoning, answer)
+
+    def _start(self, ended: bool) -> None:
+        """Decides whether the text starts with <think>, once that is known."""
+        begun = self._held.lstrip()
+        if begun.startswith(BEGIN):
+            self._reasons, self._held = True, begun.removeprefix(BEGIN)
+        elif ended or not BEGIN.startswith(begun):
+            self._reasons, self._at_start = False, False
+
+    def _reasoning(self, ids: Sequence[int], ended: bool) -> str:
+        """Returns the reasoning that is complete; afterwards `_held` is what follows."""
+        before, found, after = self._held.partition(END)
+        if found:
+            counted = [nth for nth, token in enumerate(ids, 1) if token == self._end_token]
+            self.tokens += counted[0] if counted else len(ids)
+            made = self._after_breaks(before).rstrip("\n")
+            self._reasons, self._held, self._at_start = False, after, True
+            return made
+        self.tokens += len(ids)
+        kept = _HELD.search(self._held) if not ended else None
+        at = kept.start() if kept else len(self._held)
+        made, self._held = self._after_breaks(self._held[:at]), self._held[at:]
+        return made
+
+    def _after_breaks(self, text: str) -> str:
+        """Returns text without line breaks at the start of its part."""
+        if self._at_start:
+            text = text.lstrip("\n")
+            self._at_start = not text
+        return text

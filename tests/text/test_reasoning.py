@@ -1,0 +1,62 @@
+"""Tests that reasoning is split from answers, whole and in pieces."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jsparse.text.reasoning import ReasoningSplitter, opens_reasoning, split_reasoning
+
+pytestmark = pytest.mark.pure
+
+
+def test_whole_texts():
+    for text, opened, expected in [
+        ("<think>\nhm\n</think>\n\nHi", False, ("hm", "Hi")),
+        ("hm\n</think>\n\nHi\n", True, ("hm", "Hi\n")),
+        ("hm</think>Hi", False, ("hm", "Hi")),  # the prompt must have opened it
+        ("\n<think></think>A", False, ("", "A")),
+        ("<think>a<b\n\nc</think>x</think>y", False, ("a<b\n\nc", "x</think>y")),
+        ("Hi <think>", False, ("", "Hi <think>")),
+        ("<think>cut </thi", False, ("cut </thi", "")),
+        ("cut", True, ("cut", "")),
+        ("<thin", False, ("", "<thin")),
+        ("", False, ("", "")),
+    ]:
+        assert split_reasoning(text, opened=opened) == expected, text
+
+
+WORDS = st.lists(st.sampled_from(["<think>", "</think>", "\n", "<", "/think", "a", " ", "b"]))
+
+
+@given(WORDS, st.booleans(), st.lists(st.integers(0, 6)))
+def test_pieces_give_the_whole(words, opened, sizes):
+    text, pieces = "".join(words), []
+    at = 0
+    for size in sizes:
+        pieces.append(text[at : at + size])
+        at += size
+    pieces.append(text[at:])
+    splitter = ReasoningSplitter(opened=opened)
+    last = len(pieces) - 1
+    parts = [splitter.push(piece, ended=nth == last) for nth, piece in enumerate(pieces)]
+    joined = tuple("".join(part) for part in zip(*parts, strict=True))
+    assert joined == ReasoningSplitter(opened=opened).push(text, ended=True)
+    assert not splitter.holds
+
+
+def test_tokens_of_the_reasoning_are_counted():
+    for pieces, end_token, expected in [
+        ([("<think>", [1]), ("a b", [5, 6]), ("</think>x", [2, 7]), ("y", [8])], 2, 4),
+        ([("<think>", [1]), ("a b", [5, 6]), ("</think>x", [2, 7]), ("y", [8])], None, 5),
+        ([("<think>a", [1, 5]), ("b", [6])], 2, 3),
+        ([("a", [5]), ("b", [6])], 2, 0),
+    ]:
+        splitter = ReasoningSplitter(opened=False, end_token=end_token)
+        for nth, (text, ids) in enumerate(pieces, 1):
+            splitter.push(text, ids, ended=nth == len(pieces))
+        assert splitter.tokens == expected, pieces
+
+
+def test_prompts_that_open_the_reasoning():
+    for prompt, expected in [("a<think>\n", True), ("<think>\n\n</think>\n\n", False), ("", False)]:
+        assert opens_reasoning(prompt) == expected, prompt
