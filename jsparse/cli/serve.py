@@ -94,8 +94,12 @@ class ServerFlags:
         Option(envvar="JSPARSE_API_KEY", help="Key that clients must send.", show_envvar=True),
     ] = None
     served_model_name: Annotated[
-        str | None,
-        Option(help="Name of the model for clients; the default is the model as given."),
+        list[str] | None,
+        Option(
+            metavar="<name>",
+            help="Name of the model for clients; the default is the model as given. Repeatable; "
+            "responses have the first.",
+        ),
     ] = None
     max_logprobs: Annotated[
         int,
@@ -246,8 +250,9 @@ def serve(
         print(f"A page to chat and to see what is read: http://{where}:{at}/", flush=True)
 
     names = run.own_names(address, server.host, server.allowed_host or ())
+    name, *aliases = server.served_model_name or [model]
     options = Options(
-        server.served_model_name or model,
+        name,
         server.api_key,
         flags.max_waiting,
         max_logprobs=server.max_logprobs,
@@ -257,6 +262,7 @@ def serve(
         special_tokens=server.special_tokens_in_messages,
         template_kwargs=variables,
         splits_reasoning=server.reasoning_parser is not None,
+        aliases=tuple(aliases),
         drain_seconds=server.drain_seconds,
     )
     if engines == 1:

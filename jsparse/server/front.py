@@ -41,6 +41,7 @@ class Options:
         special_tokens: whether special tokens that are spelled in messages count as such.
         template_kwargs: the default variables of the chat template.
         splits_reasoning: whether replies to chats have their reasoning apart from the answer.
+        aliases: further names of the model.
         drain_seconds: seconds that requests may still take when the server shuts down.
     """
 
@@ -54,7 +55,13 @@ class Options:
     special_tokens: bool = False
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     splits_reasoning: bool = False
+    aliases: tuple[str, ...] = ()
     drain_seconds: float = 30.0
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names of the model."""
+        return (self.name, *self.aliases)
 
     def foreign(self, headers: Headers) -> str | None:
         """Returns why a request must be refused if it names a foreign host, else None.

@@ -96,9 +96,21 @@ async def _detokenize(service: ServiceOfApp, request: Request) -> Response:
 
 @router.get("/v1/models", response_model=None, name="models")
 async def _models(service: ServiceOfApp) -> Response:
+    models = [_model_named(service, name) for name in service.options.names]
+    return json_response({"object": "list", "data": models})
+
+
+# a name may have slashes
+@router.get("/v1/models/{name:path}", response_model=None, name="model")
+async def _model(service: ServiceOfApp, name: str) -> Response:
+    service.require_model(name)
+    return json_response(_model_named(service, name))
+
+
+def _model_named(service: Service, name: str) -> dict[str, Any]:
     engine = service.ready.engine
-    model = {
-        "id": service.options.name,
+    return {
+        "id": name,
         "object": "model",
         "created": service.created,
         "owned_by": "jsparse",
@@ -108,7 +120,6 @@ async def _models(service: ServiceOfApp) -> Response:
         "policy_short": short_name(engine.policy),
         "chat_template": service.has_chat_template,
     }
-    return json_response({"object": "list", "data": [model]})
 
 
 @router.head("/health", response_model=None, include_in_schema=False, name="health")

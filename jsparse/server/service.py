@@ -127,15 +127,20 @@ class Service(Front):
                 body = await self.texts.encode(parse, kind, data, size=len(data))
             else:
                 body = parse(kind, data)
-        name = getattr(body, "model", None)
-        if name not in (None, self.options.name):
+        if (name := getattr(body, "model", None)) is not None:
+            self.require_model(name)
+        return body
+
+    def require_model(self, name: str) -> None:
+        """Refuses names that are not the model's."""
+        if name not in self.options.names:
+            names = " or ".join(map(repr, self.options.names))
             raise ApiError(
                 404,
-                f"model={name!r}: must be {self.options.name!r}, the model of this server",
+                f"model={name!r}: must be {names}, the model of this server",
                 param="model",
                 code="model_not_found",
             )
-        return body
 
     async def encode(self, prompt: Any) -> list[list[int]]:
         """Returns the ids of each prompt: a chat's dict, or text, ids, or a list of these."""

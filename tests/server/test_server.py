@@ -25,7 +25,7 @@ KEY = "Bearer open-sesame"
 
 @pytest.fixture(scope="module")
 def service():
-    return a_service(api_key="open-sesame")
+    return a_service(api_key="open-sesame", aliases=("org/tiny",))
 
 
 @pytest.fixture(scope="module")
@@ -188,11 +188,16 @@ def test_stop_seed_and_policy_values(client):
 
 
 def test_state(client, http, url):
-    (model,) = client.models.list().data
+    model, other = client.models.list().data
     assert (model.id, model.model_extra["max_model_len"]) == ("tiny", 96)
     assert model.model_extra["policy"].startswith("twilight(base=")
     assert model.model_extra["policy_short"] == "twilight(all_pages(), p=0.9)"
     assert model.model_extra["chat_template"] is True
+    assert client.models.retrieve("tiny") == model
+    assert client.models.retrieve("org/tiny") == other
+    assert http.get("/v1/models/other/tiny").json()["error"]["code"] == "model_not_found"
+    asked = {"model": "org/tiny", "prompt": WORDS, "max_tokens": 1}
+    assert http.post("/v1/completions", json=asked).json()["model"] == "tiny"
     assert http.get("/health").status_code == 200
     assert "version" in http.get("/version").json()
     tokens = http.post("/tokenize", json={"prompt": WORDS}).json()

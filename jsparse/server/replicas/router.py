@@ -137,6 +137,7 @@ RouterOfApp = Annotated[Router, Depends(_router_of)]
 @routes.post("/tokenize", response_model=None)
 @routes.post("/detokenize", response_model=None)
 @routes.get("/v1/models", response_model=None)
+@routes.get("/v1/models/{name:path}", response_model=None)
 @routes.get("/version", response_model=None)
 @routes.get("/openapi.json", response_model=None)
 async def _answer(router: RouterOfApp, request: Request) -> Response:
