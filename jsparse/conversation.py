@@ -2,7 +2,7 @@
 
 import itertools
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Unpack
 
 from jsparse.cache import CacheSpec
@@ -87,7 +87,7 @@ class Conversation:
     @own_settings()
     def answer(
         self,
-        messages: Sequence[Message] | Mapping[str, Any],
+        messages: Sequence[Message] | dict[str, Any],
         *,
         streamer: Streamer = lambda piece: None,
         on_progress: OnChunk = lambda *_: None,
@@ -112,7 +112,9 @@ class Conversation:
                 f"messages={reprlib.repr(messages)}: must be the whole conversation, such as "
                 f"{reprlib.repr(message)}; generate continues a text"
             )
-        rows, _ = prompts.encode(self._params, messages)
+        rows, alone = prompts.encode(self._params, messages)
+        if not alone:
+            raise ValueError(f"messages={reprlib.repr(messages)}: must be one conversation")
         (options,) = per_prompt(self._sampling, len(rows))
         session, start = self._session_for(rows[0], options)
         turn = requests(self._params, rows, options, session.deployment.policy, seed=self._seed)

@@ -28,7 +28,7 @@ from jsparse.text import prompts
 Message = Mapping[str, Any]
 
 
-OnePrompt = str | Mapping[str, Any] | Sequence[int] | Sequence[Message]
+OnePrompt = str | dict[str, Any] | Sequence[int] | Sequence[Message]
 
 
 # str is a sequence of str, so a batch of texts is a list or a tuple

@@ -75,8 +75,8 @@ class Services(NamedTuple):
             requires all heads of a row to hold the same tokens.
         checked: updates the state after a verification round (`exact=True`). It receives each
             layer's "page_mass" of the mean of the verified tokens' queries over all tokens before
-            them; in rounds without drafts, of which the first in a program reports, also over the
-            token itself. None: no report.
+            them. In a program of rounds without drafts, only the first round reports; its queries
+            also attend to the token itself. None: no report.
     """
 
     maintain: MaintainFn = _no_maintenance

@@ -66,10 +66,13 @@ SETS = {"messages", "add_generation_prompt", "continue_final_message"}
 """The variables of a template that other options set."""
 
 
-def require_options(options: ChatOptions, template: str) -> None:
-    """Raises ValueError if an option is invalid, or asks for what the template cannot do.
+def variables(options: ChatOptions, template: str) -> dict[str, Any]:
+    """Returns the variables that a template gets from `chat_template_kwargs`.
 
     A variable that the template lacks may only be false or None, which asks for nothing.
+
+    Raises:
+        ValueError: an option is invalid, or asks for what the template cannot do.
     """
     added, continued, given = options
     for name, value in (("add_generation_prompt", added), ("continue_final_message", continued)):
@@ -79,15 +82,26 @@ def require_options(options: ChatOptions, template: str) -> None:
         raise ValueError(
             "continue_final_message=True: must not be given with add_generation_prompt=True"
         )
-    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
-        raise ValueError(f"chat_template_kwargs={given!r}: must be a dict with names as keys")
+    if not isinstance(given, Mapping) or not _is_json(given):
+        shown = reprlib.repr(given)
+        raise ValueError(f"chat_template_kwargs={shown}: must be a dict of what JSON can hold")
+    own = _variables(template)
     for name, value in given.items():
         shown = f"chat_template_kwargs={{{name!r}: {reprlib.repr(value)}}}"
         if name in SETS:
             raise ValueError(f"{shown}: must not set {name}, which has its own option")
-        if value and name not in (own := _variables(template)):
+        if value and name not in own:
             others = f"it has {', '.join(sorted(own))}" if own else "it has none"
             raise ValueError(f"{shown}: must be a variable of the chat template, and {others}")
+    return {name: value for name, value in given.items() if name in own}
+
+
+def _is_json(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return all(isinstance(name, str) and _is_json(each) for name, each in value.items())
+    if isinstance(value, list | tuple):
+        return all(map(_is_json, value))
+    return value is None or isinstance(value, str | bool | int | float)
 
 
 def joined(content: Any) -> str:

@@ -149,7 +149,7 @@ class Tokenizer:
         return sorted(special.union(bos, self.eos_token_ids))
 
     def apply_chat_template(
-        self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True, **extra: Any
+        self, messages: list[dict[str, Any]], /, *, add_generation_prompt: bool = True, **extra: Any
     ) -> str:
         """Returns `messages` rendered by the model's chat template.
 
@@ -186,12 +186,13 @@ class Tokenizer:
 
         A content may be a list of parts {"type": "text", "text": …}. With `special_tokens`, special
         tokens spelled in messages count as such, so a message can then contain other turns, even
-        system turns. Otherwise only the template's own count.
+        system turns. Otherwise only the template's own count, and those that it joins from several
+        strings.
 
         Raises:
             ValueError: an option is invalid, or as for `apply_chat_template`.
         """
-        chat_templates.require_options(options, self.chat_template or "")
+        extra = chat_templates.variables(options, self.chat_template or "")
         mark = f"\uf8ff{secrets.token_hex(8)}\uf8ff"  # not in any message
         end = f"\uf8fe{mark}"
 
@@ -199,10 +200,10 @@ class Tokenizer:
             if isinstance(value, str):
                 return self._spelled_tokens.hide(value, mark)
             if isinstance(value, Mapping):
-                return {name: hidden(each) for name, each in value.items()}
+                return {hidden(name): hidden(each) for name, each in value.items()}
             return [*map(hidden, value)] if isinstance(value, list | tuple) else value
 
-        whole, extra = chat_templates.with_text(messages), dict(options.chat_template_kwargs)
+        whole = chat_templates.with_text(messages)
         if not special_tokens:
             whole, extra = hidden(whole), hidden(extra)
         match whole:
@@ -210,10 +211,11 @@ class Tokenizer:
                 whole[-1] = {**last, "content": content + end}
         text = self.apply_chat_template(whole, add_generation_prompt=options.generates, **extra)
         if options.continue_final_message:
-            text, found, _ = text.partition(end)
-            if not found:
+            text, *others = text.split(end)
+            if len(others) != 1:
                 raise ValueError(
-                    "continue_final_message=True: the chat template must write the last message"
+                    "continue_final_message=True: the chat template must write the last message, "
+                    "and once"
                 )
         ids = []
         # every other part is the id of a special token spelled in a message

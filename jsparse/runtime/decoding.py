@@ -266,6 +266,7 @@ class Speculating(Decoding):
         result = super().begin(prefilled, given, knobs)
         if self._apart:
             self._narrow = self._compile_without_drafts(self.batch)
+            self._narrow.add_done_callback(_log_failure)
         return result
 
     def advance(self) -> StepResult:
@@ -298,9 +299,7 @@ class Speculating(Decoding):
         count = min(deployment.max_steps, MOST_STEPS)
         static = deployment.params.decoder, self._policy, self._choose, count
         run = verify_steps.on(deployment.params.mesh)
-        made = run.ahead(*static, of_round, *self._given, batch)
-        made.add_done_callback(_log_failure)
-        return made
+        return run.ahead(*static, of_round, *self._given, batch)
 
     def _without_drafts(self) -> Callable[..., Any] | None:
         """Returns the program of rounds without drafts; None until it is compiled."""

@@ -179,7 +179,7 @@ def looped[Carry](
     empty = jax.tree.map(lambda x: jnp.zeros((count, *x.shape), x.dtype), shapes)
     if not count:
         return carry, empty
-    # only the device knows this number: XLA would start each of a known number of steps itself
+    # with a constant trip count, XLA would launch every step from the host
     trips = jnp.minimum(jnp.max(counts), count)
     return jax.lax.fori_loop(0, trips, nth_step, (carry, empty))
 

@@ -205,7 +205,7 @@ def verify_steps[Memory: (KVCache, SharedPages)](
 
 
 class _Verified(NamedTuple):
-    """The carry between verified tokens: the next one, who agrees so far, and `Batch`'s fields."""
+    """The carry between verified tokens: the next one, which rows agree, and `Batch`'s fields."""
 
     nth: Int32[Array, ""]
     agreed: Bool[Array, "B"]

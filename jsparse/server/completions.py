@@ -4,7 +4,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from jsparse.server.prompt_stream import PromptStream, all_of, usage
 from jsparse.server.protocol import SAME, ChatRequest, CompletionRequest, TemplateFields
 from jsparse.server.service import Service
 from jsparse.server.sse import DONE, ClientGone, EventStream, event, merged, unless_gone
-from jsparse.text.reasoning import ReasoningSplitter
+from jsparse.text.reasoning import ReasoningSplitter, Split
 
 # the fields of requests, by their names in the engine's errors
 NAMES = {name: name for name in SAME} | {"max_tokens": "max_tokens"}
@@ -44,6 +44,10 @@ class ResponseWriter(ABC):
     whole_kind = piece_kind = ""
 
     @abstractmethod
+    def take(self, completion: CompletionOutput) -> None:
+        """Prepares a completion, or a new part of one; `choice` or `piece` may follow."""
+
+    @abstractmethod
     def choice(self, completion: CompletionOutput, prompt: int) -> dict[str, Any]:
         """Returns a whole completion."""
 
@@ -60,6 +64,9 @@ class ResponseWriter(ABC):
         return await self.service.texts.made(partial(self._whole, outputs))
 
     def _whole(self, outputs: Sequence[RequestOutput]) -> Response:
+        for output in outputs:
+            for completion in output.outputs:
+                self.take(completion)
         choices = [
             self.choice(completion, nth)
             | {"index": self._index(nth, completion), "finish_reason": completion.finish_reason}
@@ -101,6 +108,7 @@ class ResponseWriter(ABC):
         """Returns the new parts of a prompt's completions, and advances their offsets."""
         choices = []
         for completion in output.outputs:
+            self.take(completion)
             index = self._index(prompt, completion)
             if not self._has_news(completion, first=index not in offsets):
                 continue
@@ -150,6 +158,9 @@ class Completions(ResponseWriter):
 
     whole_kind = piece_kind = "text_completion"
 
+    def take(self, completion: CompletionOutput) -> None:
+        pass
+
     def choice(self, completion: CompletionOutput, prompt: int) -> dict[str, Any]:
         return self.piece(completion, prompt, None)
 
@@ -172,8 +183,18 @@ class Chats(ResponseWriter):
     """
 
     splitters: Sequence[ReasoningSplitter] | None = None
+    # the newest part of each text
+    _split: dict[int, Split] = field(default_factory=dict)
 
     whole_kind, piece_kind = "chat.completion", "chat.completion.chunk"
+
+    def take(self, completion: CompletionOutput) -> None:
+        split = Split("", completion.text)
+        if self.splitters is not None:
+            ended = completion.finish_reason is not None
+            given = completion.text, completion.token_ids
+            split = self.splitters[completion.index].push(*given, ended=ended)
+        self._split[completion.index] = split
 
     def choice(self, completion: CompletionOutput, prompt: int) -> dict[str, Any]:
         message = {"role": "assistant", "refusal": None} | self._parts(completion)
@@ -189,9 +210,8 @@ class Chats(ResponseWriter):
         }
 
     def _has_news(self, completion: CompletionOutput, *, first: bool) -> bool:
-        holds = self.splitters is not None and self.splitters[completion.index].holds
-        ended = completion.finish_reason is not None and holds
-        return ended or super()._has_news(completion, first=first)
+        text = "".join(self._split[completion.index])
+        return super()._has_news(replace(completion, text=text), first=first)
 
     def usage(self, outputs: Sequence[RequestOutput], new: int) -> dict[str, Any]:
         made = super().usage(outputs, new)
@@ -202,11 +222,7 @@ class Chats(ResponseWriter):
 
     def _parts(self, completion: CompletionOutput) -> dict[str, str]:
         """Returns the content of a completion or a piece of it, and its reasoning, if any."""
-        if self.splitters is None:
-            return {"content": completion.text}
-        reasoning, answer = self.splitters[completion.index].push(
-            completion.text, completion.token_ids, ended=completion.finish_reason is not None
-        )
+        reasoning, answer = self._split[completion.index]
         return {"content": answer} | ({"reasoning_content": reasoning} if reasoning else {})
 
     def _logprobs(self, completion: CompletionOutput) -> dict[str, Any] | None:
@@ -261,7 +277,8 @@ async def _chat(service: Service, request: ChatRequest) -> ResponseWriter:
         raise as_api_error(error, names) from error
     splitters = None
     if service.options.splits_reasoning:
-        splitters = service.texts.splitters(rows[0], options.n)
+        begun = request.messages[-1].content if request.continue_final_message else None
+        splitters = service.texts.splitters(rows[0], begun, options.n)
     return Chats(service, request, streams, [], splitters=splitters)
 
 

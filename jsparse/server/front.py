@@ -40,7 +40,7 @@ class Options:
         origins: the origins of pages that may use the server from a browser; "*": any.
         special_tokens: whether special tokens that are spelled in messages count as such.
         template_kwargs: the default variables of the chat template.
-        splits_reasoning: whether replies to chats have their reasoning apart from the answer.
+        splits_reasoning: whether replies to chats have their reasoning in a field of its own.
         aliases: further names of the model.
         drain_seconds: seconds that requests may still take when the server shuts down.
     """

@@ -221,13 +221,15 @@ class TemplateFields(RequestBody):
         variables = dict(defaults)
         if self.reasoning_effort is not None:
             variables["reasoning_effort"] = self.reasoning_effort
+        # as for fields, null asks for nothing
+        given = {name: x for name, x in self.chat_template_kwargs.items() if x is not None}
         return {
             "messages": [
                 each.model_dump(include=IN_TEMPLATES, exclude_none=True) for each in messages
             ],
             "add_generation_prompt": self.add_generation_prompt,
             "continue_final_message": self.continue_final_message,
-            "chat_template_kwargs": variables | self.chat_template_kwargs,
+            "chat_template_kwargs": variables | given,
         }
 
 

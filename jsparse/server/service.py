@@ -11,7 +11,7 @@ import jax
 from starlette.requests import Request as HttpRequest
 
 from jsparse.engine.async_engine import AsyncEngine
-from jsparse.models.chat_template import ChatOptions, require_options
+from jsparse.models.chat_template import ChatOptions, variables
 from jsparse.runtime.admission import settable
 from jsparse.runtime.sampling_params import SamplingParams
 from jsparse.server.body import RequestBody, parse
@@ -42,9 +42,7 @@ class Service(Front):
             self.max_busy_seconds = MAX_BUSY_SECONDS
         if defaults := self.options.template_kwargs:
             tokenizer = tokenizer_of(engine.engine.params, "chat_template_kwargs")
-            require_options(
-                ChatOptions(chat_template_kwargs=defaults), tokenizer.chat_template or ""
-            )
+            variables(ChatOptions(chat_template_kwargs=defaults), tokenizer.chat_template or "")
         metrics = Metrics(engine.engine, self.options.name)
         self._serving = Serving(engine, Texts(engine.engine.params.tokenizer), metrics, live={})
 
@@ -226,5 +224,6 @@ def _sizes(prompt: Any) -> list[int]:
     if isinstance(prompt, str):
         return [len(prompt)]
     if isinstance(prompt, dict):
-        return [sum(len(text) for message in prompt["messages"] for text in message.values())]
+        texts = [text for message in prompt["messages"] for text in message.values()]
+        return [sum(map(len, texts)) + len(str(prompt["chat_template_kwargs"]))]
     return [len(each) if isinstance(each, str) else 0 for each in prompt]

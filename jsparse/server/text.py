@@ -14,7 +14,7 @@ from jsparse.engine.outputs import RequestOutput
 from jsparse.engine.request_state import RequestState
 from jsparse.models.tokenizer import Tokenizer
 from jsparse.runtime.collecting import CompletionOutput
-from jsparse.text.reasoning import END, ReasoningSplitter, opens_reasoning
+from jsparse.text.reasoning import BEGIN, END, ReasoningSplitter, opens_reasoning
 
 # a long prompt keeps a thread busy for a second; the tokenizer does not block other threads
 ENCODERS = 2
@@ -74,12 +74,19 @@ class Texts:
         decode = partial(self._known("tokens").decode, skip_special_tokens=False)
         return await self.encode(decode, ids, size=len(ids))
 
-    def splitters(self, prompt: Sequence[int], number: int) -> list[ReasoningSplitter]:
-        """Returns splitters of the `number` completions of a prompt into reasoning and answer."""
+    def splitters(
+        self, prompt: Sequence[int], continued: str | None, number: int
+    ) -> list[ReasoningSplitter]:
+        """Returns splitters of the `number` completions of a chat into reasoning and answer.
+
+        `continued`: the message that they continue; None: they start one.
+        """
         tokenizer = self._known("reasoning")
-        tail = tokenizer.decode(prompt[-TAIL:], skip_special_tokens=False)
-        end = tokenizer.encode(END, add_special_tokens=False)
-        opened, end_token = opens_reasoning(tail), end[0] if len(end) == 1 else None
+        if continued is None:
+            tail = tokenizer.decode(prompt[-TAIL:], skip_special_tokens=False)
+            continued = tail[-len(BEGIN) :] if tail.rstrip().endswith(BEGIN) else ""
+        (end, *others) = tokenizer.encode(END, add_special_tokens=False) or [-1]
+        opened, end_token = opens_reasoning(continued), None if others else end
         return [ReasoningSplitter(opened=opened, end_token=end_token) for _ in range(number)]
 
     def close(self) -> None:

@@ -87,9 +87,11 @@ def _is_one(prompt: Any) -> bool:
             f"prompt={prompt!r}: must be text, chat messages, token ids, or a list of them"
         )
     kinds = _kinds(prompt)
-    if dict in kinds and any(MESSAGES in each for each in prompt if isinstance(each, dict)):
+    if not all(_is_id(kind) or issubclass(kind, dict) for kind in kinds):
         return False
-    return bool(prompt) and all(_is_id(kind) or issubclass(kind, dict) for kind in kinds)
+    some = any(issubclass(kind, dict) for kind in kinds)
+    chats = some and any(isinstance(each, dict) and MESSAGES in each for each in prompt)
+    return bool(prompt) and not chats
 
 
 def _kinds(items: Iterable[Any]) -> set[type]:

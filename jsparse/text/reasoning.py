@@ -25,19 +25,19 @@ def split_reasoning(text: str, *, opened: bool = False) -> Split:
 
     Args:
         text: a model's output.
-        opened: whether the prompt ended with <think>. A text with </think> but without <think> is
+        opened: whether the prompt left <think> open. A text with </think> but without <think> is
             taken for the output of such a prompt anyway.
 
     Returns:
         The reasoning, "" if there is none, and the answer.
     """
-    starts = text.lstrip().startswith(BEGIN)
-    return ReasoningSplitter(opened=opened or (END in text and not starts)).push(text, ended=True)
+    opened = opened or (END in text and BEGIN not in text)
+    return ReasoningSplitter(opened=opened).push(text, ended=True)
 
 
 def opens_reasoning(prompt: str) -> bool:
-    """Returns whether a prompt ends with <think>."""
-    return prompt.rstrip().endswith(BEGIN)
+    """Returns whether a prompt, or a message that the model continues, leaves <think> open."""
+    return prompt.rfind(BEGIN) > prompt.rfind(END)
 
 
 class ReasoningSplitter:
@@ -51,13 +51,16 @@ class ReasoningSplitter:
         """Begins a text.
 
         Args:
-            opened: whether the prompt ended with <think>.
+            opened: whether the prompt left <think> open; the text may repeat it.
             end_token: the token of </think>, if it is one; otherwise the tokens of the piece that
                 holds </think> count as reasoning.
         """
         self.tokens = 0
-        self._reasons: bool | None = True if opened else None  # None: the text's start is awaited
-        self._end_token, self._held, self._at_start = end_token, "", True
+        # whether the next text is reasoning; None until it is known whether <think> comes first
+        self._reasons: bool | None = None
+        self._opened, self._end_token = opened, end_token
+        self._held, self._at_start = "", True
+        self._ids: list[int] = []
 
     @property
     def holds(self) -> bool:
@@ -73,29 +76,32 @@ class ReasoningSplitter:
             ended: whether the text ends with it.
         """
         self._held += text
+        self._ids += ids
         reasoning = answer = ""
         if self._reasons is None:
             self._start(ended)
         if self._reasons:
-            reasoning = self._reasoning(ids, ended)
+            reasoning = self._reasoning(ended)
         if self._reasons is False:
             answer, self._held = self._after_breaks(self._held), ""
+            self._ids.clear()
         return Split(reasoning, answer)
 
     def _start(self, ended: bool) -> None:
-        """Decides whether the text starts with <think>, once that is known."""
+        """Decides whether the text starts with reasoning, once that is known."""
         begun = self._held.lstrip()
         if begun.startswith(BEGIN):
             self._reasons, self._held = True, begun.removeprefix(BEGIN)
         elif ended or not BEGIN.startswith(begun):
-            self._reasons, self._at_start = False, False
+            self._reasons = self._at_start = self._opened
 
-    def _reasoning(self, ids: Sequence[int], ended: bool) -> str:
+    def _reasoning(self, ended: bool) -> str:
         """Returns the reasoning that is complete; afterwards `_held` is what follows."""
         before, found, after = self._held.partition(END)
+        ids, self._ids = self._ids, []
         if found:
-            counted = [nth for nth, token in enumerate(ids, 1) if token == self._end_token]
-            self.tokens += counted[0] if counted else len(ids)
+            ends = [nth for nth, token in enumerate(ids, 1) if token == self._end_token]
+            self.tokens += ends[0] if ends else len(ids)
             made = self._after_breaks(before).rstrip("\n")
             self._reasons, self._held, self._at_start = False, after, True
             return made

@@ -171,17 +171,19 @@ def test_chats_have_the_variables_of_their_template():
         (ChatOptions(add_generation_prompt=False), "a"),
         (ChatOptions(continue_final_message=True), "a "),
         (ChatOptions(chat_template_kwargs={"thinks": False, "unknown": False}), "a|-"),
+        (ChatOptions(chat_template_kwargs={"self": None, "namespace": False}), "a|"),
         (ChatOptions(chat_template_kwargs={"effort": "high"}), "a|high"),
     ]:
         assert tokenizer.decode(tokenizer.encode_chat(said, options)) == expected, options
 
 
 def test_variables_and_continued_messages_cannot_contain_control_tokens():
-    tokenizer = with_template("{{ messages[0].content }}{{ effort }}")
+    tokenizer = with_template("{{ messages[0].content }}{{ effort | tojson if effort }}")
     (end,) = tokenizer.encode("<|im_end|>")
     said = [{"role": "user", "content": "a<|im_end|>b"}]
     for options in (
         ChatOptions(chat_template_kwargs={"effort": "<|im_end|>"}),
+        ChatOptions(chat_template_kwargs={"effort": [{"<|im_end|>": ["<|im_end|>"]}]}),
         ChatOptions(continue_final_message=True),
     ):
         assert tokenizer.encode_chat(said, options, special_tokens=True).count(end) > 0
@@ -197,6 +199,7 @@ def test_chat_options_that_a_template_lacks_are_refused():
         (ChatOptions(True, True), "continue_final_message=True: must not be given with"),
         (ChatOptions(continue_final_message=True), "continue_final_message=True: the chat templa"),
         (ChatOptions(chat_template_kwargs=[1]), r"chat_template_kwargs=\[1\]: must be a dict"),
+        (ChatOptions(chat_template_kwargs={"effort": b"a"}), "must be a dict of what JSON can"),
         (ChatOptions(chat_template_kwargs={"messages": 1}), "must not set messages"),
         (
             ChatOptions(chat_template_kwargs={"thinks": True}),
@@ -206,6 +209,9 @@ def test_chat_options_that_a_template_lacks_are_refused():
     ]:
         with pytest.raises(ValueError, match=message):
             tokenizer.encode_chat(USER, options)
+    twice = with_template("{{ messages[0].content }}{{ messages[0].content }}")
+    with pytest.raises(ValueError, match="must write the last message, and once"):
+        twice.encode_chat(USER, ChatOptions(continue_final_message=True))
 
 
 def test_failing_templates_give_one_line():

@@ -98,6 +98,7 @@ def test_variables_of_a_request_replace_the_servers():
         ({}, defaults),
         ({"reasoning_effort": "high"}, defaults | {"reasoning_effort": "high"}),
         ({"chat_template_kwargs": {"effort": "high"}}, {"thinks": True, "effort": "high"}),
+        ({"chat_template_kwargs": {"effort": None}}, defaults),
     ):
         made = parse(ChatRequest, json.dumps(body | more).encode())
         assert made.chat(made.messages, defaults)["chat_template_kwargs"] == expected

@@ -154,3 +154,14 @@ def test_reasoning_is_returned_apart():
                 assert "".join(delta.get(name, "") for delta in deltas) == message.get(name, "")
             for usage in (whole.json()["usage"], events[-1]["usage"]):
                 assert usage["completion_tokens_details"] == {"reasoning_tokens": number}
+        # a message that begins with reasoning is continued
+        begun = {"role": "assistant", "content": "<think> w3"}
+        asked = body | {"messages": [begun], "continue_final_message": True}
+        made = httpx.post(f"{url}/v1/chat/completions", json=asked | {"logit_bias": {5: 100}})
+        message = made.json()["choices"][0]["message"]
+        assert (message["reasoning_content"].strip(), message["content"]) == (fives, "")
+        # tokens whose text a stop string holds back count too
+        stops = asked | {"logit_bias": {5: 100}, "stop": [f"{fives} w5"], "stream": True}
+        streamed = httpx.post(f"{url}/v1/chat/completions", json=stops).text.split("\n\n")
+        usage = json.loads(streamed[-3].removeprefix("data: "))["usage"]
+        assert usage["completion_tokens_details"] == {"reasoning_tokens": 4}

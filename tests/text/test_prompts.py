@@ -1,5 +1,6 @@
 """Tests valid prompts and refusals."""
 
+from collections import OrderedDict
 from types import SimpleNamespace
 from typing import Any
 
@@ -54,6 +55,7 @@ def test_prompts():
             False,
         ),
         ({"messages": CHAT, "add_generation_prompt": False}, [[9, 10, 26, 16]], True),
+        ([OrderedDict(messages=CHAT)], [[9, 10, 26, 16, 27]], False),
         ([5, 6], [[5, 6]], True),
         ([0, VOCAB - 1], [[0, VOCAB - 1]], True),
         ([np.int64(5), np.int32(6)], [[5, 6]], True),

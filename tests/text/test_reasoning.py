@@ -1,5 +1,7 @@
 """Tests that reasoning is split from answers, whole and in pieces."""
 
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,6 +19,8 @@ def test_whole_texts():
         ("\n<think></think>A", False, ("", "A")),
         ("<think>a<b\n\nc</think>x</think>y", False, ("a<b\n\nc", "x</think>y")),
         ("Hi <think>", False, ("", "Hi <think>")),
+        ("Use <think>a</think>", False, ("", "Use <think>a</think>")),
+        ("<think>hm</think>Hi", True, ("hm", "Hi")),  # repeated
         ("<think>cut </thi", False, ("cut </thi", "")),
         ("cut", True, ("cut", "")),
         ("<thin", False, ("", "<thin")),
@@ -36,11 +40,19 @@ def test_pieces_give_the_whole(words, opened, sizes):
         pieces.append(text[at : at + size])
         at += size
     pieces.append(text[at:])
-    splitter = ReasoningSplitter(opened=opened)
+    splitter, whole = (ReasoningSplitter(opened=opened, end_token=1) for _ in range(2))
     last = len(pieces) - 1
-    parts = [splitter.push(piece, ended=nth == last) for nth, piece in enumerate(pieces)]
+    # a token per character; that of the last one of </think> is 1
+    ids = [0] * len(text)
+    for found in re.finditer("</think>", text):
+        ids[found.end() - 1] = 1
+    at, parts = 0, []
+    for nth, piece in enumerate(pieces):
+        parts.append(splitter.push(piece, ids[at : at + len(piece)], ended=nth == last))
+        at += len(piece)
     joined = tuple("".join(part) for part in zip(*parts, strict=True))
-    assert joined == ReasoningSplitter(opened=opened).push(text, ended=True)
+    assert joined == whole.push(text, ids, ended=True)
+    assert splitter.tokens == whole.tokens
     assert not splitter.holds
 
 
@@ -58,5 +70,6 @@ def test_tokens_of_the_reasoning_are_counted():
 
 
 def test_prompts_that_open_the_reasoning():
-    for prompt, expected in [("a<think>\n", True), ("<think>\n\n</think>\n\n", False), ("", False)]:
+    closed = "<think>\n\n</think>\n\n"
+    for prompt, expected in [("a<think> b\n", True), (closed, False), ("", False)]:
         assert opens_reasoning(prompt) == expected, prompt
