@@ -14,7 +14,7 @@ from jsparse.engine.outputs import RequestOutput
 from jsparse.engine.request_state import RequestState
 from jsparse.models.tokenizer import Tokenizer
 from jsparse.runtime.collecting import CompletionOutput
-from jsparse.text.reasoning import BEGIN, END, ReasoningSplitter, opens_reasoning
+from jsparse.text.reasoning import END, ReasoningSplitter, opens_reasoning
 
 # a long prompt keeps a thread busy for a second; the tokenizer does not block other threads
 ENCODERS = 2
@@ -82,11 +82,10 @@ class Texts:
         `continued`: the message that they continue; None: they start one.
         """
         tokenizer = self._known("reasoning")
-        if continued is None:
-            tail = tokenizer.decode(prompt[-TAIL:], skip_special_tokens=False)
-            continued = tail[-len(BEGIN) :] if tail.rstrip().endswith(BEGIN) else ""
-        (end, *others) = tokenizer.encode(END, add_special_tokens=False) or [-1]
-        opened, end_token = opens_reasoning(continued), None if others else end
+        tail = tokenizer.decode(prompt[-TAIL:], skip_special_tokens=False)
+        end = tokenizer.encode(END, add_special_tokens=False)
+        opened = opens_reasoning(tail, continued)
+        end_token = end[0] if len(end) == 1 else None
         return [ReasoningSplitter(opened=opened, end_token=end_token) for _ in range(number)]
 
     def close(self) -> None:

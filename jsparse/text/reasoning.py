@@ -35,9 +35,16 @@ def split_reasoning(text: str, *, opened: bool = False) -> Split:
     return ReasoningSplitter(opened=opened).push(text, ended=True)
 
 
-def opens_reasoning(prompt: str) -> bool:
-    """Returns whether a prompt, or a message that the model continues, leaves <think> open."""
-    return prompt.rfind(BEGIN) > prompt.rfind(END)
+def opens_reasoning(prompt: str, continued: str | None = None) -> bool:
+    """Returns whether a prompt leaves <think> open.
+
+    Args:
+        prompt: its end.
+        continued: the message that the model continues; None: it starts one.
+    """
+    if continued is None:
+        return prompt.rstrip().endswith(BEGIN)
+    return continued.rfind(BEGIN) > continued.rfind(END)
 
 
 class ReasoningSplitter:

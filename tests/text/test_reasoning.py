@@ -71,5 +71,12 @@ def test_tokens_of_the_reasoning_are_counted():
 
 def test_prompts_that_open_the_reasoning():
     closed = "<think>\n\n</think>\n\n"
-    for prompt, expected in [("a<think> b\n", True), (closed, False), ("", False)]:
-        assert opens_reasoning(prompt) == expected, prompt
+    for prompt, continued, expected in [
+        ("a<think>\n", None, True),
+        (closed, None, False),
+        ("say <think> b", None, False),
+        ("", None, False),
+        ("", "<think>\na", True),
+        ("<think>", f"{closed}a", False),
+    ]:
+        assert opens_reasoning(prompt, continued) == expected, (prompt, continued)
