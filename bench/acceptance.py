@@ -46,6 +46,8 @@ POLICIES = (
     "streaming(sink=4, recent=508)",
 )
 DRAFTS = (2, 4, 8)
+# an engine's counters in the report
+COUNTED = ("decode_steps", "plan_seconds", "dispatch_seconds", "results_seconds")
 
 
 def texts(wanted: int) -> dict[str, str]:
@@ -225,7 +227,7 @@ def served(
 ) -> tuple[dict[str, Any], Run]:
     """Serves the prompts with an engine; `drafts` of dense attention are 0, and None is to choose.
 
-    Returns a report's row and the outputs.
+    Returns a report's row and the outputs; the row has counters of the last run.
     """
     import jsparse
 
@@ -235,16 +237,18 @@ def served(
         params, policy, max_num_seqs=rows, max_model_len=length, decode_rows=[rows], **exact
     )
     wanted = jsparse.SamplingParams(temperature=0, max_tokens=new, ignore_eos=True)
-    seconds, counters = [], llm.engine.counters
+    seconds, counters, before = [], llm.engine.counters, {}
     for nth in range(3):
         while nth and llm.engine.programs.compiling:  # programs that are optional
             time.sleep(0.1)
         counters.draft_tokens = counters.accepted_tokens = 0
+        before = {name: getattr(counters, name) for name in COUNTED}
         began = time.perf_counter()
         outs = llm.generate(prompts, wanted, use_tqdm=False)
         seconds.append(time.perf_counter() - began)
     share = counters.accepted_tokens / max(counters.draft_tokens, 1)
     row = {"engine": True, "policy": policy, "drafts": drafts or 0, "accepted_share": share}
+    row |= {name: getattr(counters, name) - before[name] for name in COUNTED}
     run = Run([list(out.outputs[0].token_ids) for out in outs], [], max(seconds[1:]))
     return row | {"first_seconds": seconds[0]}, run
 
