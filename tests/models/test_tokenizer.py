@@ -177,6 +177,39 @@ def test_chats_have_the_variables_of_their_template():
         assert tokenizer.decode(tokenizer.encode_chat(said, options)) == expected, options
 
 
+def test_template_with_a_switch_for_thinking():
+    """As in Qwen3: the switch writes an empty block, and reasoning is kept in the last turn."""
+    tokenizer = with_template(
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+        "{% if m.reasoning_content and loop.last %}<think>\n{{ m.reasoning_content }}\n</think>\n\n"
+        "{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n"
+        "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n"
+        "{% endif %}{% endif %}"
+    )
+    said = [{"role": "user", "content": "a"}]
+    thought = [*said, {"role": "assistant", "content": "b", "reasoning_content": "hm"}]
+    asked, opened = "<|im_start|>user\na<|im_end|>\n", "<|im_start|>assistant\n"
+    off = {"enable_thinking": False}
+    for messages, options, expected in [
+        (said, ChatOptions(), asked + opened),
+        (said, ChatOptions(chat_template_kwargs={"enable_thinking": True}), asked + opened),
+        (
+            said,
+            ChatOptions(chat_template_kwargs=off),
+            f"{asked}{opened}<think>\n\n</think>\n\n",
+        ),
+        (
+            thought,
+            ChatOptions(continue_final_message=True),
+            f"{asked}{opened}<think>\nhm\n</think>\n\nb",
+        ),
+        (thought + said, ChatOptions(), f"{asked}{opened}b<|im_end|>\n{asked}{opened}"),
+    ]:
+        ids = tokenizer.encode_chat(messages, options)
+        assert tokenizer.decode(ids, skip_special_tokens=False) == expected, options
+
+
 def test_variables_and_continued_messages_cannot_contain_control_tokens():
     tokenizer = with_template("{{ messages[0].content }}{{ effort | tojson if effort }}")
     (end,) = tokenizer.encode("<|im_end|>")
