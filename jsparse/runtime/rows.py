@@ -136,11 +136,7 @@ def decode_steps[Memory: (KVCache, SharedPages)](
     rows take part in all steps.
     """
     note_trace()
-
-    # traced once, although its results' shapes are evaluated first
-    traced = jax.jit(partial(one_step, decoder, policy, choose, keep), inline=True)
-    step = partial(traced, weights, read_only)
-
+    step = partial(one_step, decoder, policy, choose, keep, weights, read_only)
     if count == 1:
         batch, result = step(batch, None if counts is None else counts > 0)
         return batch, jax.tree.map(lambda x: x[None], result)
@@ -169,6 +165,8 @@ def looped[Carry](
     """
     if counts is None:
         return jax.lax.scan(step, carry, length=count)
+    # traced once, although its results' shapes are evaluated first
+    step = jax.jit(step, inline=True)
 
     def nth_step(nth: Array, so_far: tuple[Carry, Any]) -> tuple[Carry, Any]:
         carry, result = step(so_far[0], nth < counts)

@@ -112,10 +112,7 @@ def speculate[Memory: (KVCache, SharedPages)](
     first = batch.cache.of_rows(width > 0).positions
 
     one_draft = partial(one_step, decoder, policy, choose, _of_draft, weights, read_only)
-    # traced once, although its results' shapes are evaluated first
-    traced = jax.jit(one_draft, inline=True)
-
-    batch, (guesses, stats) = looped(traced, drafts, batch, drafted)
+    batch, (guesses, stats) = looped(one_draft, drafts, batch, drafted)
 
     # the last draft also enters the cache, so that one more token follows if all are accepted
     cache = batch.cache.of_rows(width > 0)
@@ -145,9 +142,7 @@ def speculate[Memory: (KVCache, SharedPages)](
         return _Verified(so_far.nth + 1, agreed, made, newest, carry), (chosen, logprobs)
 
     none = _Verified(jnp.int32(0), valid > 0, before.made, before.tokens, before.given)
-    # traced once, although its results' shapes are evaluated first
-    one_check = jax.jit(check, inline=True)
-    checked, (chosen, logprobs) = looped(one_check, drafts + 1, none, valid)
+    checked, (chosen, logprobs) = looped(check, drafts + 1, none, valid)
 
     counts = checked.made - before.made
     cache = _cut(cache, first + counts)
@@ -189,10 +184,9 @@ def verify_steps[Memory: (KVCache, SharedPages)](
     for kind, most in ((policy, reports), (silent, count - reports)):
         static = decoder, kind, choose, 0, lambda made: made
         of_one = partial(inlined(speculate), *static, weights, read_only, limits, jnp.int32(0))
-        # traced once, although its results' shapes are evaluated first
-        one_round = jax.jit(lambda batch, _, run=of_one: run(batch), inline=True)
         if most:
-            batch, made = looped(one_round, most, batch, limits - batch.made)
+            left = limits - batch.made
+            batch, made = looped(lambda batch, _, run=of_one: run(batch), most, batch, left)
             results.append(made)
     each = jax.tree.map(lambda *parts: jnp.concatenate(parts), *results)
     by_token = {name: getattr(each, name)[:, 0] for name in ("tokens", "logprobs", "logits")}
