@@ -97,7 +97,7 @@ def chat(
     system: Annotated[
         str | None, Option(help="System message that opens the conversation.")
     ] = None,
-    chat_template_kwargs: TemplateOption = "{}",
+    chat_template_kwargs: TemplateOption = None,
 ) -> None:
     """Chat with a model, one message per line, typed or piped in.
 

@@ -37,7 +37,7 @@ def generate(
     chat: Annotated[
         bool, Option("--chat", help="Send the prompt as a user message, for a chat model.")
     ] = False,
-    chat_template_kwargs: TemplateOption = "{}",
+    chat_template_kwargs: TemplateOption = None,
     logprobs: Annotated[
         bool, Option("--logprobs", help="Include each token's log-probability; needs --json.")
     ] = False,
@@ -51,7 +51,7 @@ def generate(
     """
     if logprobs and not as_json:
         raise ValueError("--logprobs needs --json, which prints them")
-    if chat_template_kwargs != "{}" and not chat:
+    if chat_template_kwargs is not None and not chat:
         raise ValueError("--chat-template-kwargs needs --chat")
     template = template_kwargs(chat_template_kwargs)
     text = read_prompt(prompt, file)

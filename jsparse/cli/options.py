@@ -35,7 +35,7 @@ WeightsOption = Annotated[
 ]
 RevisionOption = Annotated[str | None, Option(help="Branch, tag or commit of a Hub id.")]
 TemplateOption = Annotated[
-    str,
+    str | None,
     Option(
         metavar="<json>",
         help='Variables of the chat template, such as {"enable_thinking": false}.',
@@ -166,8 +166,10 @@ class GenerationOptions:
         return given | {"stop": self.stop or (), "eos_token_id": self.eos_token_id or None}
 
 
-def template_kwargs(given: str, flag: str = "--chat-template-kwargs") -> dict[str, Any]:
-    """Returns the variables of the chat template that a flag gives as JSON."""
+def template_kwargs(given: str | None, flag: str = "--chat-template-kwargs") -> dict[str, Any]:
+    """Returns the variables of the chat template that a flag gives as JSON; none without it."""
+    if given is None:
+        return {}
     with suppress(ValueError):
         if isinstance(variables := json.loads(given), dict):
             return variables

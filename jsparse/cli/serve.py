@@ -136,13 +136,13 @@ class ServerFlags:
         ),
     ] = None
     default_chat_template_kwargs: Annotated[
-        str,
+        str | None,
         Option(
             metavar="<json>",
             help='Variables of the chat template, such as {"enable_thinking": false}, for requests '
             "that do not set them.",
         ),
-    ] = "{}"
+    ] = None
     reasoning_parser: Annotated[
         Literal["qwen3", "deepseek_r1"] | None,
         Option(

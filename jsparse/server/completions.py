@@ -272,13 +272,13 @@ async def _chat(service: Service, request: ChatRequest) -> ResponseWriter:
         rows = await service.encode(request.chat(request.messages, service.options.template_kwargs))
         max_new_tokens = request.max_new_tokens or service.room(rows[0])
         options = request.sampling(max_new_tokens, service.temperature)
+        splitters = None
+        if service.options.splits_reasoning:
+            begun = request.messages[-1].content if request.continue_final_message else None
+            splitters = service.texts.splitters(rows[0], begun, options.n)
         streams = await service.ask("chatcmpl", rows, [options])
     except Exception as error:
         raise as_api_error(error, names) from error
-    splitters = None
-    if service.options.splits_reasoning:
-        begun = request.messages[-1].content if request.continue_final_message else None
-        splitters = service.texts.splitters(rows[0], begun, options.n)
     return Chats(service, request, streams, [], splitters=splitters)
 
 
