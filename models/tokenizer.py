@@ -206,9 +206,10 @@ class Tokenizer:
         whole = chat_templates.with_text(messages)
         if not special_tokens:
             whole, extra = hidden(whole), hidden(extra)
-        match whole:
-            case [*_, {"content": str(content)} as last] if options.continue_final_message:
-                whole[-1] = {**last, "content": content + end}
+        if options.continue_final_message and whole:
+            last = whole[-1]
+            if isinstance(content := last.get("content"), str):
+                whole = [*whole[:-1], {**last, "content": content + end}]
         text = self.apply_chat_template(whole, add_generation_prompt=options.generates, **extra)
         if options.continue_final_message:
             text, *others = text.split(end)
