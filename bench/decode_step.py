@@ -11,10 +11,10 @@ step, fed back on the device, by the session's own loop. Contenders, each in its
 A policy's state is that after a prompt that filled the cache. path.py:function names one of your
 own. replayed(…) around an expression replays counts of bench/results/twilight_trace. --shape
 selects another model's shape for our steps: SmolLM2's, Qwen2.5 1.5B's or Llama 3.1 70B's. --weights
-q8_0 stores matrices as 8-bit blocks. --ranks spreads the model over that number of GPUs; bytes are
-then per GPU. --profile adds a table of a step's kernels on the first GPU, from two programs under
-jax's profiler after all timings: name without its number, launches and microseconds per step, and
-the time during which any kernel ran.
+q8_0 stores matrices as 8-bit blocks, --kv-cache-dtype int8 K and V as 8-bit integers. --ranks
+spreads the model over that number of GPUs; bytes are then per GPU. --profile adds a table of a
+step's kernels on the first GPU, from two programs under jax's profiler after all timings: name
+without its number, launches and microseconds per step, and the time during which any kernel ran.
 
 With --drafts K a "step" is a round of `exact`: the policy drafts K tokens, and dense attention
 verifies them. With random weights few are accepted; the time of a round does not depend on that.
@@ -65,6 +65,7 @@ def jsparse_step(
     shape: str = "8b",
     quantized: bool = False,
     ranks: int = 1,
+    kv_cache_dtype: str = "auto",
     profiled: bool = False,
 ) -> dict[str, Any]:
     """Times the package's own loop at a nearly full cache, `count` steps per program.
@@ -84,6 +85,7 @@ def jsparse_step(
 
     method = parse(policy, context)
     params = shaped_model(shape, context, ranks, quantized=quantized)
+    params = replace(params, kv_cache_dtype=kv_cache_dtype)
     config, weights = params.config, params.weights
     spec = CacheSpec(
         config.num_layers,
@@ -95,6 +97,7 @@ def jsparse_step(
         context // 16,
         "bfloat16",
         ranks=ranks,
+        kv_cache_dtype=kv_cache_dtype,
     )
     # compile maintenance before the first timing if any timing includes it
     measured, period = STEPS * RUNS + PROFILED * count, method.services.period
@@ -245,6 +248,13 @@ def main() -> None:
     parser.add_argument(
         "--weights", nargs="+", choices=("bf16", "q8_0"), default=["bf16"], help="of our steps"
     )
+    parser.add_argument(
+        "--kv-cache-dtype",
+        nargs="+",
+        choices=("auto", "int8"),
+        default=["auto"],
+        help="of our steps",
+    )
     parser.add_argument("--ranks", nargs="+", type=int, default=[1], help="GPUs for a step of ours")
     parser.add_argument("--profile", action="store_true", help="add a table by kernel to our rows")
     parser.add_argument(
@@ -263,6 +273,7 @@ def main() -> None:
                 shape=args.shape,
                 quantized=args.weights == ["q8_0"],
                 ranks=args.ranks[0],
+                kv_cache_dtype=args.kv_cache_dtype[0],
                 profiled=args.profile,
             )
             if name == "jsparse"
@@ -288,12 +299,14 @@ def main() -> None:
     }
     for case in args.cases:
         for name in args.only:
-            ours = itertools.product(args.policy, args.weights, args.ranks)
-            for policy, weights, ranks in ours if name == "jsparse" else [("dense", "bf16", 1)]:
+            ours = itertools.product(args.policy, args.weights, args.ranks, args.kv_cache_dtype)
+            for policy, weights, ranks, kv in (
+                ours if name == "jsparse" else [("dense", "bf16", 1, "auto")]
+            ):
                 asked = [*options, "--weights", weights, "--ranks", f"{ranks}"]
-                run = measure(name, case, policy, asked)
+                run = measure(name, case, policy, [*asked, "--kv-cache-dtype", kv])
                 row = {"case": case, "name": name, "policy": policy, "weights": weights}
-                row |= {"ranks": ranks, **run}
+                row |= {"ranks": ranks, "kv_cache_dtype": kv, **run}
                 report["results"].append(row)
                 print(summary(row), flush=True)
                 write_report(args.json, report)
@@ -323,6 +336,7 @@ def summary(row: dict[str, Any]) -> str:
     seconds = row["seconds"]
     median, minimum, maximum = (seconds[key] * 1e3 for key in ("median", "min", "max"))
     text = f"{row['case']:>10} {row['name']:14} {row['policy']:30} {row['weights']:5}"
+    text += " int8 KV" if row["kv_cache_dtype"] == "int8" else ""
     text += f" on {row['ranks']}" if row["ranks"] > 1 else ""
     text += f"{median:8.2f} ms ({minimum:.2f}-{maximum:.2f})"
     if "floor_seconds" in row:

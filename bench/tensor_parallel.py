@@ -39,7 +39,8 @@ def floor_ms(shape: Any, rows: int, tokens: int, ranks: int, device: str) -> flo
     """Returns the time to read a GPU's weights, and its K and V of `tokens` tokens per row."""
     head = 0 if shape.tie_word_embeddings else shape.hidden_size * shape.vocab_size
     weights = 2 * (shape.num_layers * shape.layer_weights + head)
-    total = weights + rows * tokens * shape.cache_bytes_per_token(2)
+    of_token = 2 * 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim
+    total = weights + rows * tokens * of_token
     return 1e3 * total / ranks / READ_BANDWIDTHS.get(device, READ_BANDWIDTHS["NVIDIA H200"])
 
 

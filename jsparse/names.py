@@ -137,7 +137,6 @@ ENGINE: Mapping[str, Refusal] = {
     "enforce_eager": Refusal(
         "programs are always compiled; prepare=False compiles each when it is first needed", False
     ),
-    "kv_cache_dtype": Refusal("K and V have the dtype of the model", "auto"),
     "load_format": Refusal("the format is that of the model's files", "auto"),
     "limit_mm_per_prompt": Refusal("prompts are text only", {}),
     "max_num_batched_tokens": Refusal(

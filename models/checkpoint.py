@@ -28,6 +28,7 @@ from jsparse.models.weights import OnProgress, list_weights, require_blocks
 from jsparse.names import LOAD, takes
 
 _DTYPES = ("float32", "bfloat16", "float16")
+_KV_CACHE_DTYPES = ("auto", "int8")
 _UNITS = ((10**9, "B"), (10**6, "M"), (10**3, "K"), (0.1, ""))
 
 
@@ -46,6 +47,8 @@ class Params:
             jsparse.cache.key_constants. They are computed when a policy first needs them.
         mesh: the devices of a tensor-parallel model; None: one device. With a mesh, `config` has
             the sizes of a rank (jsparse.ranks), and the arrays' first axis is ranks.
+        kv_cache_dtype: how K and V are stored: "auto", in `dtype`, or "int8", 8-bit integers with a
+            scale per token and head. `dataclasses.replace` changes it without copying weights.
     """
 
     weights: Weights
@@ -55,6 +58,10 @@ class Params:
     name: str
     constants: dict[str, jax.Array] = field(default_factory=dict)
     mesh: jax.sharding.Mesh | None = None
+    kv_cache_dtype: str = "auto"
+
+    def __post_init__(self) -> None:
+        require_kv_cache_dtype(self.kv_cache_dtype)
 
     def __repr__(self) -> str:
         devices = 1 if self.mesh is None else self.mesh.size
@@ -77,8 +84,9 @@ class Params:
 
     @property
     def types(self) -> str:
-        """The names of the weights' types, for messages and records."""
-        return f"q8_0 and {self.dtype}" if self.quantized else str(self.dtype)
+        """The names of the types of weights, K and V, for messages and records."""
+        weights = f"q8_0 and {self.dtype}" if self.quantized else str(self.dtype)
+        return weights if self.kv_cache_dtype == "auto" else f"{weights}, {self.kv_cache_dtype} KV"
 
     @property
     def decoder(self) -> Decoder:
@@ -96,6 +104,7 @@ def load(
     revision: str | None = None,
     tokenizer: Any = None,
     tensor_parallel_size: int | None = None,
+    kv_cache_dtype: str = "auto",
     on_progress: OnProgress | None = None,
 ) -> Params:
     """Loads a model onto the default device, or spreads it over several.
@@ -111,6 +120,8 @@ def load(
         tokenizer: a fast transformers tokenizer, or a jsparse one, to use instead of the files'.
         tensor_parallel_size: the number of devices, each of which gets some of the heads; it must
             divide the number of KV heads. None: one device.
+        kv_cache_dtype: "int8" stores K and V as 8-bit integers with a scale per token and head,
+            half the bytes of bfloat16, for every method and use of this model. "auto": in `dtype`.
         on_progress: a callable that receives the bytes read so far and in total, as tensors arrive.
 
     Raises:
@@ -123,10 +134,12 @@ def load(
     quantized = parse_weights(weights)
     if tensor_parallel_size is not None:
         whole_number("tensor_parallel_size", tensor_parallel_size, 1)
+    require_kv_cache_dtype(kv_cache_dtype)
     path = checked_path(locate(model, revision), model)
     options = LoadOptions(weights_dtype, quantized, tensor_parallel_size or 1, on_progress)
     parts = read_folder if path.is_dir() else read_gguf
-    return Params(**parts(path, tokenizer, options)._asdict(), name=str(model))
+    loaded = parts(path, tokenizer, options)._asdict()
+    return Params(**loaded, name=str(model), kv_cache_dtype=kv_cache_dtype)
 
 
 def spread(params: Params, tensor_parallel_size: int) -> Params:
@@ -149,18 +162,22 @@ def given_params(
     model: str | os.PathLike[str] | Params,
     *,
     tensor_parallel_size: int | None = None,
+    kv_cache_dtype: str | None = None,
     **options: Any,
 ) -> Params:
     """Returns the model itself if it is already loaded, or loads it with these options.
 
-    A loaded model is spread over `tensor_parallel_size` devices unless it already is. Other options
-    must be None.
+    A loaded model is spread over `tensor_parallel_size` devices unless it already is, and gets
+    another `kv_cache_dtype` if one is given. Other options must be None.
     """
     if not isinstance(model, Params):
+        options["kv_cache_dtype"] = kv_cache_dtype or "auto"
         return load(model, tensor_parallel_size=tensor_parallel_size, **options)
     for name, value in options.items():
         if value is not None:
             raise ValueError(f"{name}={value!r}: the model is loaded; give it to jsparse.load")
+    if kv_cache_dtype is not None:
+        model = dataclasses.replace(model, kv_cache_dtype=kv_cache_dtype)
     ranks = 1 if model.mesh is None else model.mesh.size
     return model if tensor_parallel_size in (None, ranks) else spread(model, tensor_parallel_size)
 
@@ -235,6 +252,17 @@ def require_blocks_of(config: ModelConfig, ranks: int = 1) -> None:
     names = FAMILIES[config.family].hf_names
     for weight in list_weights(Path(), config.num_layers, config, names):
         require_blocks(weight, ranks)
+
+
+def require_kv_cache_dtype(name: Any) -> None:
+    """Raises ValueError unless K and V can be stored as `name` says."""
+    if isinstance(name, str) and name.startswith("fp8"):
+        raise ValueError(
+            f"kv_cache_dtype={name!r}: must be 'int8', which is as small; 3 bits of mantissa are "
+            "too few for keys"
+        )
+    if name not in _KV_CACHE_DTYPES:
+        raise ValueError(f"kv_cache_dtype={name!r}: must be one of {list(_KV_CACHE_DTYPES)}")
 
 
 def parse_weights(weights: Any) -> bool:

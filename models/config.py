@@ -163,10 +163,6 @@ class ModelConfig:
         """Returns the number of parts into which ranks split the logits; 1: each computes all."""
         return 1 if self.vocab_size % ranks else ranks
 
-    def cache_bytes_per_token(self, itemsize: int) -> int:
-        """Returns the bytes of K and V per token of one sequence over all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * itemsize
-
 
 _SIZES = (
     "vocab_size",

@@ -1,10 +1,12 @@
 """Attends to selected slots in plain jnp, for the references of sparse decode kernels."""
 
+from dataclasses import replace
+
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from jsparse.cache import LayerCache, PagePool, read_heads, read_pages, read_slots
+from jsparse.cache import Int8Pages, LayerCache, PagePool, read_heads, read_pages, read_slots
 from jsparse.selection import Selection, unpack_bits
 from jsparse.selection.attended import token_mask
 from jsparse.selection.partials import AttentionOut, MeanStatsKind, Stats, softmax_partial
@@ -58,6 +60,14 @@ def gathered(
         mean_logits, mode="drop"
     )
     return AttentionOut(o, lse, _report(everywhere, layer, stats))
+
+
+def exact(layer: LayerCache) -> LayerCache:
+    """Returns a layer that reads K and V in 8 bits as float32, without a rounding."""
+    if isinstance(layer.k, Int8Pages) and isinstance(layer.v, Int8Pages):
+        k, v = (replace(pool, of_type=jnp.dtype(jnp.float32)) for pool in (layer.k, layer.v))
+        return layer._replace(k=k, v=v)
+    return layer
 
 
 def _listed_slots(

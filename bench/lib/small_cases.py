@@ -342,7 +342,8 @@ OPS = {
         partial(attention, token_sparse_decode, "triton"),
         named(
             token_sparse_cases.CASES,
-            "scrambled dense_and_sparse empty_list bfloat16_96 bfloat16_256 long_lists_of_all",
+            "scrambled dense_and_sparse empty_list bfloat16_96 bfloat16_256 long_lists_of_all "
+            "int8 int8_dense int8_long_lists",
         ),
     ),
     "block_sparse": Op(
@@ -356,6 +357,10 @@ OPS = {
             MOSAIC_CASES, "bits_16 dense_and_bits all_dense head_dim_96 head_dim_256 many_splits"
         ),
         lambda case: replace(case, dtype="bfloat16").build(),
+    ),
+    "block_sparse_int8": Op(
+        partial(attention, block_sparse_decode, "triton"),
+        {case.name: case for case in block_sparse_cases.INT8_CASES},
     ),
     "int4_scores": Op(
         int4_scored,
@@ -377,7 +382,10 @@ OPS = {
     ),
     "bounds_append": Op(
         partial(appended, partial(bounds_append, max_new=5)),
-        named(bounds_cases.CASES, f"head_dim_256 {BOUNDS_CASES}"),
+        named(
+            (*bounds_cases.CASES, *bounds_cases.INT8_CASES),
+            f"head_dim_256 {BOUNDS_CASES} int8 codes_int8",
+        ),
         bounds_append_inputs,
     ),
     "centroid_scores": Op(
@@ -390,7 +398,8 @@ OPS = {
     "compact_pages": Op(
         compacted,
         named(
-            compact_cases.CASES, "scrambled every_other_head pages_of_64 head_dim_96 many_chunks"
+            compact_cases.CASES,
+            "scrambled every_other_head pages_of_64 head_dim_96 many_chunks int8",
         ),
     ),
     "place_logits": Op(
@@ -439,7 +448,11 @@ OPS = {
     ),
     "residual_norm": Op(normed, named(norm_cases.CASES, "few one_row odd_width parts")),
     "rope_append": Op(
-        rotated, named(rope_cases.CASES, "plain paged normed odd_width broken several parts")
+        rotated,
+        named(
+            rope_cases.CASES,
+            "plain paged normed odd_width broken several parts int8 int8_as_llama int8_broken",
+        ),
     ),
     "row_gather": Op(gathered, named(gather_cases.CASES, "far_ids large_pages odd_width")),
     "row_scatter": Op(scattered, named(scatter_cases.CASES, "rows pages odd_width")),
@@ -453,7 +466,8 @@ OPS = {
     "merge_splits": Op(merged, {"few": 5, "many": 33}, splits),
     "new_token_attention": Op(joined, {case.name: case for case in new_token_cases.CASES}),
     "listed_products": Op(
-        listed_products, named(token_sparse_cases.CASES, "scrambled bfloat16_96 bfloat16_256")
+        listed_products,
+        named(token_sparse_cases.CASES, "scrambled bfloat16_96 bfloat16_256 int8_dense"),
     ),
     "table_candidates": Op(
         candidates,
@@ -464,7 +478,8 @@ OPS = {
     ),
     "table_update": Op(tables_updated, named(table_cases.CASES, "any penalty odd one_slot long")),
     "window_attention": Op(
-        attended_by_window, named(window_cases.CASES, "scrambled bias group_of_16 group_of_7 llama")
+        attended_by_window,
+        named(window_cases.CASES, "scrambled bias group_of_16 group_of_7 llama int8"),
     ),
 }
 # those that run on Mosaic GPU

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -10,7 +11,15 @@ from jax.sharding import Mesh
 from jaxtyping import Array
 
 from jsparse import cache as kv_cache
-from jsparse.cache import CacheSpec, KVCache, StepView
+from jsparse.cache import (
+    CacheSpec,
+    Int8Pages,
+    KVCache,
+    ReadOnly,
+    StepView,
+    read_heads,
+    step_view,
+)
 from jsparse.hooks import PrefillView, State
 from jsparse.models.checkpoint import Params
 from jsparse.policy import Policy
@@ -45,7 +54,8 @@ def _state_after(
     spec: CacheSpec,
     vocab_size: int,
 ) -> State:
-    return state_after_prompt(policy, spec, StepView(cache, known), vocab_size)
+    view = step_view(cache, ReadOnly(known))
+    return state_after_prompt(policy, spec, view, vocab_size)
 
 
 def random_cache(
@@ -85,9 +95,13 @@ def _in_order(spec: CacheSpec, tokens: int, fields: tuple[str, ...]) -> KVCache:
     return cache._replace(layers=layers, positions=jnp.full_like(cache.positions, tokens))
 
 
-def _filled(seed: Array, like: Array) -> Array:
-    """Returns random numbers in the shape of `like`, an array of zeros."""
-    return like + jax.random.normal(jax.random.key(seed), like.shape, like.dtype)
+def _filled(seed: Array, like: Array | Int8Pages) -> Array | Int8Pages:
+    """Returns random numbers in the shape of `like`, a pool of zeros."""
+    key = jax.random.key(seed)
+    if isinstance(like, Int8Pages):  # with a standard deviation of 1, but for the keys' reach
+        values = jax.random.randint(key, like.shape, -64, 64, jnp.int8)
+        return replace(like, values=values, scales=like.scales + jnp.bfloat16(1 / 37))
+    return like + jax.random.normal(key, like.shape, like.dtype)
 
 
 def state_after_prompt(policy: Policy, spec: CacheSpec, step: StepView, vocab_size: int) -> State:
@@ -99,11 +113,6 @@ def state_after_prompt(policy: Policy, spec: CacheSpec, step: StepView, vocab_si
 def _reader(policy: Policy, spec: CacheSpec, vocab_size: int) -> Callable[[StepView], State]:
     """Returns a jitted function of a view, shared by all caches of these sizes."""
 
-    def rows_first(pool: Array) -> Array:
-        return pool.reshape(spec.batch, spec.num_kv_heads, spec.capacity, spec.head_dim).swapaxes(
-            1, 2
-        )
-
     @jax.jit
     def take_in(step: StepView) -> State:
         state = policy.init(spec)
@@ -114,7 +123,7 @@ def _reader(policy: Policy, spec: CacheSpec, vocab_size: int) -> Callable[[StepV
         queries = jax.random.normal(jax.random.key(0), shape, spec.dtype)
         windows = jnp.full(spec.batch, policy.window, jnp.int32)
         for layer, layer_cache in enumerate(step.layers):
-            k, v = map(rows_first, layer_cache.arrays)
+            k, v = (read_heads(pool, layer_cache).swapaxes(1, 2) for pool in layer_cache[:2])
             chunk = tokens, positions, k, v, layer_cache.lengths[:, 0]
             view = PrefillView(*chunk, step, queries, windows, last=True)
             state = policy.prefill(state, layer, view)

@@ -13,6 +13,7 @@ import statistics
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from math import isfinite
 from typing import Any, NamedTuple
 
@@ -119,15 +120,17 @@ def shaped(
     weights: str | None = None,
     revision: str | None = None,
     tensor_parallel_size: int = 1,
+    kv_cache_dtype: str = "auto",
 ) -> Params:
     """Returns a model with random weights, reading only the config."""
     config = read_config(model, revision=revision)
     default = "bfloat16" if jax.default_backend() == "gpu" else "float32"
-    return random_model(
+    made = random_model(
         *(config, jnp.dtype(dtype or default), model),
         quantized=parse_weights(weights),
         tensor_parallel_size=tensor_parallel_size,
     )
+    return replace(made, kv_cache_dtype=kv_cache_dtype)
 
 
 class _Run(NamedTuple):
@@ -206,7 +209,6 @@ def _measured(params: Params, run: _Run) -> dict[str, Any]:
     assert stats is not None
     attended, read = (float(share[-1].mean()) for share in stats)
     batch, median = run.spec.batch, statistics.median(ms)
-    per_token = params.config.cache_bytes_per_token(jnp.dtype(run.spec.dtype).itemsize)
     return {
         "policy": run.original.name,
         "policy_that_runs": run.policy.name,
@@ -217,7 +219,7 @@ def _measured(params: Params, run: _Run) -> dict[str, Any]:
         "tokens_per_second": 1e3 * batch / median,
         "attended": attended,
         "read": read,
-        "attended_bytes": round(attended * batch * run.context * per_token),
+        "attended_bytes": round(attended * batch * run.context * run.spec.token_bytes),
         "kernels": kernels,
     }
 

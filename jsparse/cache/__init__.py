@@ -5,6 +5,7 @@ ONE row. A block table maps page m of head (b, k) to its physical page. Without 
 is the identity: physical page (b·K + k)·M + m, so that reading a whole head is a reshape.
 """
 
+from jsparse.cache.int8_pages import KEY_REACH, Int8Pages
 from jsparse.cache.layers import (
     FreeList,
     HostPages,
@@ -12,8 +13,17 @@ from jsparse.cache.layers import (
     LayerCache,
     PagePool,
     SharedPrefixes,
+    TieredPool,
 )
-from jsparse.cache.reading import physical_pages, read_heads, read_pages, read_slots, slot_positions
+from jsparse.cache.placing import map_pages, placed
+from jsparse.cache.reading import (
+    physical_pages,
+    read_heads,
+    read_pages,
+    read_slots,
+    rounded,
+    slot_positions,
+)
 from jsparse.cache.spec import CacheSpec
 from jsparse.cache.views import (
     NOTHING,
@@ -22,11 +32,12 @@ from jsparse.cache.views import (
     step_view,
     taking_part,
     with_host,
-    without_host,
+    without_borrowed,
 )
 from jsparse.cache.writing import (
     OPTIONAL_FIELDS,
     append,
+    as_held,
     cut_pages,
     fill,
     finite,
@@ -43,30 +54,37 @@ from jsparse.cache.writing import (
 )
 
 __all__ = [
+    "KEY_REACH",
     "NOTHING",
     "OPTIONAL_FIELDS",
     "CacheSpec",
     "FreeList",
     "HostPages",
+    "Int8Pages",
     "KVCache",
     "LayerCache",
     "PagePool",
     "ReadOnly",
     "SharedPrefixes",
     "StepView",
+    "TieredPool",
     "append",
+    "as_held",
     "cut_pages",
     "fill",
     "finite",
     "grow",
     "init",
     "level",
+    "map_pages",
     "once",
     "physical_pages",
+    "placed",
     "read_heads",
     "read_pages",
     "read_slots",
     "replace_layer",
+    "rounded",
     "slot_positions",
     "spec_of",
     "step_view",
@@ -74,7 +92,7 @@ __all__ = [
     "taking_part",
     "truncate",
     "with_host",
-    "without_host",
+    "without_borrowed",
     "write",
     "write_beside",
 ]

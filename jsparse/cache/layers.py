@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Self
 
 from jaxtyping import Array, Bool, Float32, Int32
 
@@ -10,15 +10,10 @@ from jsparse.shapes import BlockTable, Lengths, Pages, Rows
 
 
 class PagePool(ABC):
-    """An array of pages, [pages, P, H], spread over several memories.
+    """Pages, [pages, P, H], that are not stored as one array of their values' type.
 
-    It has an array's `shape` and `dtype`; the functions of this module read and write it.
-    jsparse.host_memory.pool.HostPool is the only implementation, and documents the arrays.
+    It has an array's `shape` and `dtype`; the functions of this package read and write it.
     """
-
-    ring: Array
-    host: Array | None
-    resident: Array | None
 
     @property
     @abstractmethod
@@ -28,15 +23,12 @@ class PagePool(ABC):
     @property
     @abstractmethod
     def dtype(self) -> Any:
-        """The type of the values."""
+        """The type of the values that are read."""
 
+    @property
     @abstractmethod
-    def ring_pages(self, layer: "LayerCache") -> int:
-        """Returns the number of pages per head in the ring."""
-
-    @abstractmethod
-    def resident_first(self, layer: "LayerCache") -> Int32[Array, "B K 1"]:
-        """Returns each head's first page in `resident`; negative for heads without pages there."""
+    def slot_bytes(self) -> int:
+        """The bytes of one token."""
 
     @abstractmethod
     def read_pages(self, layer: "LayerCache", logical: Int32[Array, "B K n"]) -> Array:
@@ -51,25 +43,55 @@ class PagePool(ABC):
         """Returns every slot of every head, [B, K, S, H]."""
 
     @abstractmethod
+    def rounded(self, rows: Array) -> Array:
+        """Returns rows [B, K, T, H] as reading returns them once they are written."""
+
+    @abstractmethod
     def written(
         self,
         layer: "LayerCache",
         slots: Int32[Array, "B K T"],
         ok: Bool[Array, "B K T"],
         rows: Array,
-    ) -> "PagePool":
+    ) -> Self:
         """Returns the pool with rows [B, K, T, H] written to the slots that are `ok`."""
 
-    @abstractmethod
-    def take(self, rows: Int32[Array, "n"], batch: int) -> "PagePool":
-        """Returns the device's part of some of `batch` rows, as a separate pool."""
+    def map_pages(self, function: Callable[[Array], Array]) -> Self:
+        """Returns the pool with its arrays of pages replaced by the function's results.
 
-    @abstractmethod
-    def put(self, part: "PagePool", rows: Int32[Array, "n"], batch: int) -> "PagePool":
+        Pages in host memory raise NotImplementedError.
+        """
+        raise NotImplementedError
+
+    def take(self, rows: Int32[Array, "n"], batch: int) -> Self:
+        """Returns the arrays of some of `batch` rows, as a pool; those of all pages are shared."""
+        return self
+
+    def put(self, part: Any, rows: Int32[Array, "n"], batch: int) -> Self:
         """Returns the pool with a part from `take` in the place of these rows."""
+        return part
+
+
+class TieredPool(PagePool):
+    """Pages in host memory, with the newest on the device.
+
+    jsparse.host_memory.pool.HostPool is the only implementation, and documents the arrays.
+    """
+
+    ring: Array
+    host: Array | None
+    resident: Array | None
 
     @abstractmethod
-    def with_host(self, host: Array | None) -> "PagePool":
+    def ring_pages(self, layer: "LayerCache") -> int:
+        """Returns the number of pages per head in the ring."""
+
+    @abstractmethod
+    def resident_first(self, layer: "LayerCache") -> Int32[Array, "B K 1"]:
+        """Returns each head's first page in `resident`; negative for heads without pages there."""
+
+    @abstractmethod
+    def with_host(self, host: Array | None) -> Self:
         """Returns the pool with its pages in host memory, borrowed for one program."""
 
 
@@ -109,8 +131,8 @@ class LayerCache(NamedTuple):
 
     Attributes:
         k, v: the page pool, flattened over rows and heads: an array, or a PagePool if K and V are
-            in host memory. Every slot is finite, used or not, because attention may multiply
-            unattended slots by 0.
+            in host memory or in 8 bits. Every slot is finite, used or not, because attention may
+            multiply unattended slots by 0.
         lengths: the number of tokens, per row and head.
         block_table: the physical page of each logical page; None: the identity.
         free: the unused pages, if the device allocates the table's pages; None with a table: the
@@ -130,21 +152,30 @@ class LayerCache(NamedTuple):
     prefixes: SharedPrefixes | None = None
 
     @property
-    def page_pools(self) -> tuple[PagePool, PagePool] | None:
-        """The pools of K and V if they are in several memories; None if on the device."""
+    def tiers(self) -> tuple[TieredPool, TieredPool] | None:
+        """The pools of K and V if they are in host memory; None if they are on the device."""
         k, v = self.k, self.v
-        return (k, v) if isinstance(k, PagePool) and isinstance(v, PagePool) else None
+        return (k, v) if isinstance(k, TieredPool) and isinstance(v, TieredPool) else None
 
     @property
     def arrays(self) -> tuple[Pages, Pages]:
-        """The pools of K and V, which must be on the device."""
-        assert self.page_pools is None
-        return cast("tuple[Pages, Pages]", (self.k, self.v))
+        """The pools of K and V, each of which must be one array."""
+        assert not isinstance(self.k, PagePool)
+        assert not isinstance(self.v, PagePool)
+        return self.k, self.v
 
     @property
     def page_size(self) -> int:
         """P, the number of tokens per page."""
         return self.k.shape[1]
+
+    @property
+    def slot_bytes(self) -> int:
+        """The bytes of K and V of one token of one head."""
+        return sum(
+            pool.slot_bytes if isinstance(pool, PagePool) else pool.shape[2] * pool.dtype.itemsize
+            for pool in (self.k, self.v)
+        )
 
     @property
     def num_pages(self) -> int:

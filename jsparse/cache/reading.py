@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int32
+from jaxtyping import Array, Float, Int32
 
 from jsparse.cache.layers import LayerCache, PagePool
 
@@ -55,9 +55,17 @@ class _Plain(NamedTuple):
         pages = self.pages if layer.block_table is None else self.pages[layer.block_table]
         return pages.reshape(*layer.lengths.shape, layer.capacity, *self.pages.shape[2:])
 
+    def rounded(self, rows: Array) -> Array:
+        return rows.astype(self.pages.dtype)
+
 
 def _pool(pool: Array | PagePool) -> _Plain | PagePool:
     return pool if isinstance(pool, PagePool) else _Plain(pool)
+
+
+def rounded(pool: Array | PagePool, rows: Float[Array, "B K T H"]) -> Float[Array, "B K T H"]:
+    """Returns rows of K or V as reading returns them once `pool` holds them."""
+    return _pool(pool).rounded(rows)
 
 
 def slot_positions(layer: LayerCache) -> Int32[Array, "B K S"]:

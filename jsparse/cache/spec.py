@@ -12,7 +12,8 @@ class CacheSpec(NamedTuple):
     layer a pool of that many pages shared by all rows and heads, including one scratch page.
     `model` is the name under which the model was loaded, and `types` the types of its weights, or
     "" without a model; `auto` looks them up. If the model is spread over `ranks` (jsparse.ranks),
-    the numbers of heads are per rank.
+    the numbers of heads are per rank. `dtype` is the type of activations; K and V have it too if
+    `kv_cache_dtype` is "auto", and are Int8Pages if it is "int8".
     """
 
     num_layers: int
@@ -27,6 +28,7 @@ class CacheSpec(NamedTuple):
     model: str = ""
     types: str = ""
     ranks: int = 1
+    kv_cache_dtype: str = "auto"
 
     @property
     def pages(self) -> int:
@@ -48,7 +50,19 @@ class CacheSpec(NamedTuple):
     @property
     def nbytes(self) -> int:
         """The bytes of K and V over all layers."""
-        return 2 * self.num_slots * self.head_dim * jnp.dtype(self.dtype).itemsize
+        return self.num_slots * self.slot_bytes
+
+    @property
+    def slot_bytes(self) -> int:
+        """The bytes of K and V of one token of one head."""
+        if self.kv_cache_dtype == "int8":
+            return 2 * (self.head_dim + 2)
+        return 2 * self.head_dim * jnp.dtype(self.dtype).itemsize
+
+    @property
+    def token_bytes(self) -> int:
+        """The bytes of K and V of one token over all layers and heads of a rank."""
+        return self.num_layers * self.num_kv_heads * self.slot_bytes
 
     @property
     def num_slots(self) -> int:

@@ -1,12 +1,15 @@
 """StepView, a policy hook's view of the cache in a decode step."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool
+from jaxtyping import Array, Bool, Float32
 
+from jsparse.cache.int8_pages import KEY_REACH, Int8Pages
 from jsparse.cache.layers import HostPages, KVCache, LayerCache
+from jsparse.ranks import own_part
 from jsparse.shapes import Rows
 
 
@@ -14,7 +17,7 @@ class ReadOnly(NamedTuple):
     """Inputs of programs besides the weights; none of them is donated or returned.
 
     Attributes:
-        constants: the model's arrays that the policy `needs`, by name.
+        constants: the model's arrays that the policy `needs` or the cache does, by name.
         knobs: hyper-parameters that differ by row, by name: one number per row.
         host: the layers' pages in host memory; None if K and V are on the device.
     """
@@ -58,8 +61,12 @@ class StepView(NamedTuple):
 
 
 def step_view(cache: KVCache, read_only: ReadOnly) -> StepView:
-    """Returns the view of a cache for hooks; programs return `without_host` of its cache."""
-    return StepView(with_host(cache, read_only.host), read_only.constants, read_only.knobs)
+    """Returns the view of a cache for hooks; programs return `without_borrowed` of its cache."""
+    cache = with_host(cache, read_only.host)
+    reach = (read_only.constants or {}).get(KEY_REACH)
+    if reach is not None:
+        cache = _with_reach(cache, own_part(reach, 1))
+    return StepView(cache, read_only.constants, read_only.knobs)
 
 
 def with_host(cache: KVCache, host: tuple[HostPages, ...] | None) -> KVCache:
@@ -69,17 +76,31 @@ def with_host(cache: KVCache, host: tuple[HostPages, ...] | None) -> KVCache:
     return cache._replace(layers=tuple(map(_with_host, cache.layers, host)))
 
 
-def without_host(cache: KVCache) -> KVCache:
-    """Returns the cache without its layers' pages in host memory, which must not be donated."""
-    return cache._replace(layers=tuple(_with_host(layer, None) for layer in cache.layers))
+def without_borrowed(cache: KVCache) -> KVCache:
+    """Returns the cache without the arrays of ReadOnly that it borrows for one program.
+
+    They must not be donated.
+    """
+    layers = tuple(_with_host(layer, None) for layer in cache.layers)
+    return _with_reach(cache._replace(layers=layers), None)
 
 
 def _with_host(layer: LayerCache, pages: HostPages | None) -> LayerCache:
-    if layer.page_pools is None:
+    if layer.tiers is None:
         return layer
-    k, v = layer.page_pools
+    k, v = layer.tiers
     k, v = k.with_host(pages and pages.k), v.with_host(pages and pages.v)
     return layer._replace(k=k, v=v)
+
+
+def _with_reach(cache: KVCache, reach: Float32[Array, "L K half"] | None) -> KVCache:
+    """Returns the cache with the reach of each channel of K, if K is in 8 bits."""
+    layers = list(cache.layers)
+    for i, layer in enumerate(layers):
+        if isinstance(layer.k, Int8Pages):
+            of_channels = None if reach is None else jnp.tile(reach[i], 2)
+            layers[i] = layer._replace(k=replace(layer.k, reach=of_channels))
+    return cache._replace(layers=tuple(layers))
 
 
 def taking_part(view: StepView, tokens: int) -> Rows:

@@ -1,16 +1,17 @@
 """Creates caches, appends tokens to them, allocates pages and shrinks layers."""
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
 from jsparse import ranks
+from jsparse.cache.int8_pages import Int8Pages
 from jsparse.cache.layers import FreeList, KVCache, LayerCache, PagePool
-from jsparse.cache.reading import physical_pages
+from jsparse.cache.placing import map_pages, placed
+from jsparse.cache.reading import rounded
 from jsparse.cache.spec import CacheSpec
 from jsparse.shapes import ChunkKV, Lengths, Rows
 
@@ -37,10 +38,17 @@ def init(spec: CacheSpec, *, fields: tuple[str, ...] = ()) -> KVCache:
             f"fields={fields}: unknown {sorted(unknown)}, must be among {OPTIONAL_FIELDS}"
         )
 
+    def pool() -> Array | PagePool:
+        shape = (pages, spec.page_size, spec.head_dim)
+        if spec.kv_cache_dtype != "int8":
+            return jnp.zeros(shape, spec.dtype)
+        scales = jnp.zeros(shape[:2], jnp.bfloat16)
+        return Int8Pages(jnp.zeros(shape, jnp.int8), scales, None, jnp.dtype(spec.dtype))
+
     def layer() -> LayerCache:
         return LayerCache(
-            k=jnp.zeros((pages, spec.page_size, spec.head_dim), spec.dtype),
-            v=jnp.zeros((pages, spec.page_size, spec.head_dim), spec.dtype),
+            k=pool(),
+            v=pool(),
             lengths=jnp.zeros(heads, jnp.int32),
             block_table=jnp.full((*heads, spec.num_pages), pages - 1, jnp.int32) if paged else None,
             free=FreeList(jnp.arange(pages, dtype=jnp.int32)[::-1] - 1, jnp.int32(pages - 1))
@@ -73,6 +81,7 @@ def spec_of(cache: KVCache, num_heads: int) -> CacheSpec:
         layer.k.dtype,
         None if layer.block_table is None else pages,
         ranks=ranks.count(),
+        kv_cache_dtype="int8" if isinstance(layer.k, Int8Pages) else "auto",
     )
 
 
@@ -181,10 +190,19 @@ def write(
 
     Their pages must already be allocated (see `grow`); lengths do not change.
     """
-    put = _putter(layer, k.shape[1], valid, first)
-    k, v = finite(k), finite(v)
-    layer = layer._replace(k=put(layer.k, k.swapaxes(1, 2)), v=put(layer.v, v.swapaxes(1, 2)))
+    at = _new_slots(layer, k.shape[1], valid, first)
+    k, v = (finite(x).swapaxes(1, 2) for x in (k, v))
+    layer = layer._replace(k=placed(layer.k, layer, *at, k), v=placed(layer.v, layer, *at, v))
     return write_beside(layer, positions, valid, first)
+
+
+def as_held(layer: LayerCache, k: ChunkKV, v: ChunkKV) -> tuple[ChunkKV, ChunkKV]:
+    """Returns the K and V of tokens as they are read once `layer` holds them, if finite."""
+    k, v = (
+        rounded(pool, x.swapaxes(1, 2)).swapaxes(1, 2).astype(x.dtype)
+        for pool, x in ((layer.k, k), (layer.v, v))
+    )
+    return k, v
 
 
 def finite(x: Float[Array, "*any"]) -> Float[Array, "*any"]:
@@ -200,32 +218,24 @@ def write_beside(
     layer: LayerCache, positions: Int32[Array, "B T"], valid: Rows, first: Lengths
 ) -> LayerCache:
     """Stores the layer's other fields for the tokens that `write` stores."""
-    put = _putter(layer, positions.shape[1], valid, first)
+    at = _new_slots(layer, positions.shape[1], valid, first)
     shape = (*first.shape, positions.shape[1])
     if layer.bias is not None:
-        layer = layer._replace(bias=put(layer.bias, jnp.zeros(shape)))
+        layer = layer._replace(bias=placed(layer.bias, layer, *at, jnp.zeros(shape)))
     if layer.slot_positions is not None:
         given = jnp.broadcast_to(positions[:, None], shape)
-        layer = layer._replace(slot_positions=put(layer.slot_positions, given))
+        layer = layer._replace(slot_positions=placed(layer.slot_positions, layer, *at, given))
     return layer
 
 
-def _putter(
+def _new_slots(
     layer: LayerCache, count: int, valid: Rows, first: Lengths
-) -> Callable[[Any, Array], Any]:
-    """Returns the function that stores rows of `count` tokens, [B, K, T, …], in a pool."""
+) -> tuple[Int32[Array, "B K T"], Bool[Array, "B K T"]]:
+    """Returns the slots of `count` tokens from `first` on, and which of them are to be written."""
     steps = jnp.arange(count, dtype=jnp.int32)
-    slots = first[:, :, None] + steps  # [B, K, T]
+    slots = first[:, :, None] + steps
     ok = (steps < valid[:, None])[:, None] & (slots >= 0) & (slots < layer.capacity)
-    pages = physical_pages(layer, jnp.where(ok, slots // layer.page_size, 0))
-    at = (jnp.where(ok, pages, layer.k.shape[0]), slots % layer.page_size)  # out of range: dropped
-
-    def put(pool: Any, rows: Array) -> Any:
-        if isinstance(pool, PagePool):
-            return pool.written(layer, slots, ok, rows)
-        return pool.at[at].set(rows.astype(pool.dtype), mode="drop")
-
-    return put
+    return slots, ok
 
 
 def truncate(layer: LayerCache, lengths: Lengths) -> LayerCache:
@@ -258,14 +268,12 @@ def cut_pages(layer: LayerCache, pages: int) -> LayerCache:
     if layer.block_table is not None:
         return layer._replace(block_table=layer.block_table[:, :, :pages])
 
-    def cut(pool: Array | None) -> Array | None:
-        if pool is None:
-            return None
+    def cut(pool: Array) -> Array:
         by_head = pool.reshape(layer.lengths.size, layer.num_pages, *pool.shape[1:])
         return by_head[:, :pages].reshape(-1, *pool.shape[1:])
 
-    pools = {name: cut(getattr(layer, name)) for name in ("k", "v", *OPTIONAL_FIELDS)}
-    return layer._replace(**pools)
+    pools = {name: getattr(layer, name) for name in ("k", "v", *OPTIONAL_FIELDS)}
+    return layer._replace(**{name: map_pages(cut, pool) for name, pool in pools.items()})
 
 
 def replace_layer(cache: KVCache, layer_idx: int, layer: LayerCache) -> KVCache:

@@ -8,7 +8,7 @@ from jsparse.text.short_names import short_name
 
 def rows(info: dict[str, Any]) -> list[tuple[str, str]]:
     """Returns the rows of a table that shows the result of jsparse.evaluation.info.describe."""
-    c, dtype = info["config"], info["dtype"]
+    c, per_token = info["config"], memory.size(info["cache_bytes_per_token"])
     extras = [
         name for name, on in (("q, k, v biases", c["qkv_bias"]), ("q, k norms", c["qk_norm"])) if on
     ]
@@ -32,7 +32,10 @@ def rows(info: dict[str, Any]) -> list[tuple[str, str]]:
             f"{memory.size(info['weight_bytes']['float32'])} in float32, {memory.size(short)} in "
             f"bfloat16 and float16, {memory.size(info['weight_bytes']['q8_0'])} in q8_0",
         ),
-        ("KV cache per token", f"{memory.size(info['cache_bytes_per_token'])} in {dtype}"),
+        (
+            "KV cache per token",
+            f"{per_token} in {_of_cache(info)}",
+        ),
         *_of_each_device(info),
         *(
             [
@@ -64,7 +67,12 @@ def rows(info: dict[str, Any]) -> list[tuple[str, str]]:
 
 def _types(info: dict[str, Any]) -> str:
     """Returns the types of weights and cache as text."""
-    return info["dtype"] if info["weights"] is None else f"{info['weights']} and {info['dtype']}"
+    types = [info["weights"] or info["dtype"], _of_cache(info)]
+    return " and ".join(dict.fromkeys(types))
+
+
+def _of_cache(info: dict[str, Any]) -> str:
+    return info["dtype"] if info["kv_cache_dtype"] == "auto" else info["kv_cache_dtype"]
 
 
 def _of_each_device(info: dict[str, Any]) -> list[tuple[str, str]]:

@@ -33,6 +33,13 @@ WeightsOption = Annotated[
         "what was saved."
     ),
 ]
+KVCacheDtypeOption = Annotated[
+    str,
+    Option(
+        metavar="<auto|int8>",
+        help="Type of K and V: int8 takes half the memory of bfloat16; auto is the model's type.",
+    ),
+]
 RevisionOption = Annotated[str | None, Option(help="Branch, tag or commit of a Hub id.")]
 TemplateOption = Annotated[
     str | None,
@@ -62,6 +69,7 @@ class LoadingOptions:
         int,
         Option(help="Number of GPUs for tensor parallelism; each has some of the heads."),
     ] = 1
+    kv_cache_dtype: KVCacheDtypeOption = "auto"
 
     def load(self, model: str, on_progress: OnBytes | None = None) -> "Params":
         from jsparse.models.checkpoint import load

@@ -18,6 +18,7 @@ from jsparse.cli.options import (
     POLICY_FORMS,
     DtypeOption,
     JsonOption,
+    KVCacheDtypeOption,
     ModelOption,
     RevisionOption,
     WeightsOption,
@@ -70,6 +71,7 @@ def recommend(
     dtype: DtypeOption = None,
     weights: WeightsOption = None,
     revision: RevisionOption = None,
+    kv_cache_dtype: KVCacheDtypeOption = "auto",
     as_json: JsonOption = False,
 ) -> None:
     """Find the fastest policy for a model on this device that stays close to dense attention.
@@ -97,7 +99,14 @@ def recommend(
     requirements = Requirements(model, tokens, batch, tried, kl=kl, exact=exact, samples=samples)
     checked(requirements, longest)
     with closing(Bars()) as bars:
-        params = load(model, dtype=dtype, weights=weights, revision=revision, on_progress=bars.load)
+        params = load(
+            model,
+            dtype=dtype,
+            weights=weights,
+            revision=revision,
+            kv_cache_dtype=kv_cache_dtype,
+            on_progress=bars.load,
+        )
     notes = Console(stderr=True, highlight=False, soft_wrap=True)
     with _shown() as report:
         measured = measure(params, requirements, report=report, notify=notes.print)

@@ -49,8 +49,8 @@ class LLM:
             model: an argument of `jsparse.load`, or its result.
             policy: the policy or its expression.
             seed: the seed of requests whose SamplingParams have none.
-            options: those of `EngineOptions`, and dtype, weights, revision, tokenizer and
-                tensor_parallel_size of `jsparse.load`.
+            options: those of `EngineOptions`, and dtype, weights, revision, tokenizer,
+                tensor_parallel_size and kv_cache_dtype of `jsparse.load`.
 
         Raises:
             ValueError: an option is refused, the policy cannot be served, or memory is too small.

@@ -20,6 +20,7 @@ def load_engine(
     revision: str | None = None,
     tokenizer: Any = None,
     tensor_parallel_size: int | None = None,
+    kv_cache_dtype: str | None = None,
     **options: Any,
 ) -> Engine:
     """Loads a model and returns an engine for it.
@@ -36,6 +37,8 @@ def load_engine(
             its heads; None: one, or those over which `jsparse.load` has spread it. The devices may
             belong to several processes (jax.distributed), which all create the same engine: all but
             process 0 then work for it, and exit when it does.
+        kv_cache_dtype: "int8" stores K and V in 8 bits; "auto": in the model's type; None: as the
+            loaded model does, or "auto".
         options: those of `EngineOptions`.
 
     Raises:
@@ -50,5 +53,6 @@ def load_engine(
         revision=revision,
         tokenizer=tokenizer,
         tensor_parallel_size=tensor_parallel_size,
+        kv_cache_dtype=kv_cache_dtype,
     )
     return Engine(params, policy, checked)

@@ -182,7 +182,7 @@ def _head_metrics(
             mask.reshape(*layer_cache.lengths.shape, -1, layer_cache.page_size).any(-1), -1
         )
         / jnp.maximum(-(-layer_cache.lengths // layer_cache.page_size), 1),
-        bytes_read=2.0 * q.shape[-1] * layer_cache.k.dtype.itemsize * read,
+        bytes_read=float(layer_cache.slot_bytes) * read,
     )
 
 

@@ -88,8 +88,9 @@ def row_arrays(
     for (path, leaf), at in zip(leaves, state_axes(policy, spec), strict=True):
         arrays.append((f"state{jax.tree_util.keystr(path)}", part(leaf, at.axis)))
     for nth, layer in enumerate(rows.cache.layers):
-        pools = {"k": layer.k, "v": layer.v, "lengths": layer.lengths}
-        arrays += [(f"layers[{nth}].{name}", part(pool, 0)) for name, pool in pools.items()]
+        own = {"k": layer.k, "v": layer.v, "lengths": layer.lengths}
+        for path, leaf in jax.tree_util.tree_leaves_with_path(own):
+            arrays.append((f"layers[{nth}]{jax.tree_util.keystr(path)}", part(leaf, 0)))
     return arrays
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jsparse.cache import CacheSpec
 from jsparse.hyper_parameters import whole_number
 from jsparse.machine import memory
-from jsparse.models.checkpoint import parse_weights, require_blocks_of
+from jsparse.models.checkpoint import parse_weights, require_blocks_of, require_kv_cache_dtype
 from jsparse.models.config import ModelConfig
 from jsparse.models.config_files import FAMILIES, read_config, saved_in_blocks
 from jsparse.models.weights import Weight, list_weights
@@ -36,6 +36,7 @@ def describe(
     context: int | None = None,
     revision: str | None = None,
     tensor_parallel_size: int = 1,
+    kv_cache_dtype: str = "auto",
 ) -> dict[str, Any]:
     """Returns the sizes of a model, its cache and a policy's state, and how much context fits.
 
@@ -50,6 +51,7 @@ def describe(
             invalid, or the model cannot be spread over that number of devices.
     """
     whole_number("tensor_parallel_size", tensor_parallel_size, 1)
+    require_kv_cache_dtype(kv_cache_dtype)
     original = as_policy(policy)
     config = read_config(model, revision=revision)
     if saved_in_blocks(Path(model)):
@@ -62,14 +64,15 @@ def describe(
         raise ValueError(f"context={context}: must be from 1 to {limit}, the model's maximum")
     ranks = tensor_parallel_size
     own = config.of_rank(ranks)
-    sizes = _spec(own, dtype, -(-context // PAGE_SIZE), ranks)._replace(model=model)
+    how = {"model": model, "ranks": ranks, "kv_cache_dtype": kv_cache_dtype}
+    sizes = _spec(own, -(-context // PAGE_SIZE), dtype)._replace(**how)
     policy = resolved(original, sizes)
     parameters = num_parameters(config)
-    per_token = config.cache_bytes_per_token(ITEM_BYTES[dtype])
+    per_token = ranks * sizes.token_bytes
     free, host_free = memory.available_bytes(), available_host_bytes()
     on_host = store_of(policy, sizes).host_bytes() > 0
-    growth, fixed = kept_beside(own, policy, dtype, ranks)
-    of_cache, of_prompt = on_device(own, policy, dtype, ranks)
+    growth, fixed = kept_beside(sizes, policy, limit)
+    of_cache, of_prompt = on_device(sizes, policy, limit)
     of_weights = own_weight_bytes(config, ranks, dtype, weights)
     room = max(free - of_weights, 0)
     tokens = max(room - fixed - of_prompt, 0) // (of_cache + growth)
@@ -87,6 +90,7 @@ def describe(
         | {"q8_0": own_weight_bytes(config, 1, dtype, "q8_0")},
         "dtype": dtype,
         "weights": weights,
+        "kv_cache_dtype": kv_cache_dtype,
         "cache_bytes_per_token": per_token,
         "device_cache_bytes_per_token": of_cache,
         "device_cache_bytes_per_prompt": of_prompt,
@@ -106,14 +110,15 @@ def describe(
     }
 
 
-def kept_beside(
-    config: ModelConfig, policy: Policy, dtype: str, ranks: int = 1
-) -> tuple[float, int]:
-    """Returns a policy's bytes besides K and V, per token of context and per prompt."""
-    return _growth(config, dtype, ranks, lambda spec: capacity.policy_bytes(spec, policy))
+def kept_beside(sizes: CacheSpec, policy: Policy, limit: int) -> tuple[float, int]:
+    """Returns a policy's bytes besides K and V, per token of context and per prompt.
+
+    `sizes` are those of one prompt, and `limit` is the model's maximum context.
+    """
+    return _growth(sizes, limit, lambda spec: capacity.policy_bytes(spec, policy))
 
 
-def on_device(config: ModelConfig, policy: Policy, dtype: str, ranks: int = 1) -> tuple[float, int]:
+def on_device(sizes: CacheSpec, policy: Policy, limit: int) -> tuple[float, int]:
     """Returns the bytes of K and V on the device, per token of context and per prompt.
 
     With K and V in host memory, these are the tail, the resident heads, and one whole layer.
@@ -122,18 +127,16 @@ def on_device(config: ModelConfig, policy: Policy, dtype: str, ranks: int = 1) -
     def kept(spec: CacheSpec) -> int:
         return capacity.device_bytes(spec, policy) - capacity.policy_bytes(spec, policy)
 
-    return _growth(config, dtype, ranks, kept)
+    return _growth(sizes, limit, kept)
 
 
-def _growth(
-    config: ModelConfig, dtype: str, ranks: int, kept: Callable[[CacheSpec], int]
-) -> tuple[float, int]:
+def _growth(sizes: CacheSpec, limit: int, kept: Callable[[CacheSpec], int]) -> tuple[float, int]:
     """Returns bytes per token of context, and bytes per prompt.
 
     They follow from the model's maximum and twice that, so that bounded sizes do not grow.
     """
-    pages = -(-config.max_position_embeddings // PAGE_SIZE)
-    once, twice = (kept(_spec(config, dtype, n, ranks)) for n in (pages, 2 * pages))
+    pages = -(-limit // PAGE_SIZE)
+    once, twice = (kept(sizes._replace(num_pages=n)) for n in (pages, 2 * pages))
     return (twice - once) / (pages * PAGE_SIZE), 2 * once - twice
 
 
@@ -142,14 +145,14 @@ def max_cache_bytes(config: ModelConfig, policy: Policy, context: int, per_token
     limit = config.max_position_embeddings
     max_length = None if policy.eviction is None else policy.eviction.max_length
     slots = limit if max_length is None else max_length(context, limit - context)
-    spec = _spec(config, "float32", -(-limit // PAGE_SIZE))
+    spec = _spec(config, -(-limit // PAGE_SIZE), "float32")
     return min(capacity.slots_left(slots, spec), limit) * per_token
 
 
-def _spec(config: ModelConfig, dtype: str, pages: int, ranks: int = 1) -> CacheSpec:
+def _spec(config: ModelConfig, pages: int, dtype: str) -> CacheSpec:
     """Returns the sizes of a cache for one prompt."""
     heads = config.num_heads, config.num_kv_heads, config.head_dim
-    return CacheSpec(config.num_layers, 1, *heads, PAGE_SIZE, pages, jnp.dtype(dtype), ranks=ranks)
+    return CacheSpec(config.num_layers, 1, *heads, PAGE_SIZE, pages, jnp.dtype(dtype))
 
 
 def num_own_parameters(config: ModelConfig, ranks: int) -> int:

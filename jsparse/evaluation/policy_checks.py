@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from jsparse.builder import dense
-from jsparse.cache import StepView, spec_of
+from jsparse.cache import spec_of, step_view
 from jsparse.evaluation.contract_rules import NAMES, RULES, ContractRule
 from jsparse.evaluation.contract_violations import (
     Violation,
@@ -198,7 +198,7 @@ class _Checks:
             carry = watched.read(carry, [ids[:PAGE] for ids in self._prompts], PAGE // 2)
             # eviction after the prompt runs outside of jit: the step takes the cache as it is
             _, _, rows = watched.step(TrialRows(carry.cache, carry.state), self._forced[:, 0])
-            view = StepView(rows.cache, watched.read_only.constants)
+            view = step_view(rows.cache, watched.read_only)
             return watched.policy.services.maintain(rows.state, view)
 
         jax.eval_shape(run)

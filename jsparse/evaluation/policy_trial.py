@@ -110,7 +110,8 @@ class Trial:
         pages = -(-(max(LENGTHS) + STEPS) // PAGE) + 1
         sizes = config.num_heads, config.num_kv_heads, config.head_dim, PAGE, pages
         dtype = jnp.dtype(self.params.dtype)
-        return CacheSpec(config.num_layers, batch, *sizes, dtype, pool_pages)
+        kind = self.params.kv_cache_dtype
+        return CacheSpec(config.num_layers, batch, *sizes, dtype, pool_pages, kv_cache_dtype=kind)
 
     def run(self, prompts: list[list[int]], forced: np.ndarray, piece: int = CHUNK) -> TrialResult:
         """Prefills prompts in pieces of `piece` tokens, and decodes the tokens forced[B, steps]."""

@@ -13,13 +13,13 @@ their pages on the device as well.
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
-from jsparse.cache import LayerCache, PagePool, physical_pages
+from jsparse.cache import LayerCache, TieredPool, physical_pages
 from jsparse.pallas_kernels.row_gather import row_gather
 from jsparse.shapes import BlockTable, Lengths
 
@@ -30,7 +30,7 @@ from jsparse.shapes import BlockTable, Lengths
     meta_fields=("pages", "heads"),
 )
 @dataclass(frozen=True)
-class HostPool(PagePool):
+class HostPool(TieredPool):
     """K or V of one layer.
 
     Attributes:
@@ -62,6 +62,11 @@ class HostPool(PagePool):
     def dtype(self) -> Any:
         """The type of the values."""
         return self.ring.dtype
+
+    @property
+    def slot_bytes(self) -> int:
+        """The bytes of one token."""
+        return self.ring.shape[2] * self.dtype.itemsize
 
     def ring_pages(self, layer: LayerCache) -> int:
         """Returns R, the pages of each head's ring."""
@@ -134,6 +139,10 @@ class HostPool(PagePool):
         here = self.on_ring(layer, page)
         return jnp.where(here.reshape(*here.shape, *(1,) * (ring.ndim - here.ndim)), ring, fetched)
 
+    def rounded(self, rows: Array) -> Array:
+        """Returns rows in the type of the values."""
+        return rows.astype(self.dtype)
+
     def written(
         self,
         layer: LayerCache,
@@ -169,7 +178,7 @@ class HostPool(PagePool):
         """Returns the pool with these pages in host memory."""
         return replace(self, host=host)
 
-    def take(self, rows: Int32[Array, "n"], batch: int) -> "HostPool":
+    def take(self, rows: Int32[Array, "n"], batch: int) -> Self:
         """Returns the device arrays of some of `batch` rows, as a pool of their own."""
 
         def of_rows(pages: Array) -> Array:
@@ -178,7 +187,7 @@ class HostPool(PagePool):
 
         return self._map(of_rows)
 
-    def put(self, part: PagePool, rows: Int32[Array, "n"], batch: int) -> "HostPool":
+    def put(self, part: Any, rows: Int32[Array, "n"], batch: int) -> Self:
         """Returns the pool with `part`, from `take`, written back to these rows."""
 
         def placed(pages: Array, new: Array) -> Array:
@@ -188,7 +197,7 @@ class HostPool(PagePool):
 
         return self._map(placed, part)
 
-    def _map(self, function: Callable[..., Array], *others: PagePool) -> "HostPool":
+    def _map(self, function: Callable[..., Array], *others: Self) -> Self:
         """Maps over the arrays on the device."""
         ring = function(self.ring, *(other.ring for other in others))
         if self.resident is None:

@@ -86,7 +86,7 @@ def whole(
     are ready, so that two layers are on the device only briefly. (XLA drops this order unless the
     returned q is used.)
     """
-    if layer.page_pools is None:
+    if layer.tiers is None:
         return layer, q
     k, v = pools(layer)
     first = layer.lengths - valid[:, None]

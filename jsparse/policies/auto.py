@@ -11,7 +11,6 @@ import logging
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from jsparse.builder import builder, dense
 from jsparse.cache import CacheSpec
@@ -102,7 +101,7 @@ def choose_draft(spec: CacheSpec) -> AutoChoice:
 def layer_bytes(spec: CacheSpec) -> int:
     """Returns the bytes of K and V of one layer with all rows full."""
     tokens = spec.batch * spec.num_kv_heads * spec.capacity
-    return 2 * tokens * spec.head_dim * jnp.dtype(spec.dtype).itemsize
+    return tokens * spec.slot_bytes
 
 
 @functools.cache

@@ -148,4 +148,4 @@ def break_even(kv: LayerCache) -> int:
     All rows are assumed to have the same length.
     """
     nbytes = (break_evens() or BREAK_EVENS["NVIDIA H200"]).over_quest
-    return int(nbytes // (2 * kv.lengths.size * kv.k.shape[-1] * kv.k.dtype.itemsize))
+    return int(nbytes // (kv.lengths.size * kv.slot_bytes))

@@ -102,6 +102,7 @@ def cache_spec(
         model=params.name,
         types=params.types,
         ranks=1 if params.mesh is None else params.mesh.size,
+        kv_cache_dtype=params.kv_cache_dtype,
     )
 
 

@@ -20,6 +20,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, Float32, Int32, UInt8
 
+from jsparse.cache import KEY_REACH
 from jsparse.cache.key_constants import KEY_CONSTANTS, SPAN, KeyConstants, angles_at, rotated
 from jsparse.machine import processes
 from jsparse.machine.folders import cache_folder
@@ -40,7 +41,7 @@ GAIN = 0.8  # the mean is subtracted only if it reduces the keys' reach below th
 SAMPLES = 4096  # sampled weights in a fingerprint
 BOUNDARY_CLASSES = "boundary_classes"
 BOUNDARY_CLASSES_OR_NONE = "boundary_classes_or_none"  # zeros for a model without a tokenizer
-VERSION = 1  # of this computation; files of other versions are ignored
+VERSION = 2  # of this computation; files of other versions are ignored
 
 logger = logging.getLogger("jsparse.constants")
 _tables: WeakKeyDictionary[Params, tuple[UInt8[Array, "V 2"], str]] = WeakKeyDictionary()
@@ -49,18 +50,21 @@ _tables: WeakKeyDictionary[Params, tuple[UInt8[Array, "V 2"], str]] = WeakKeyDic
 def constants(
     params: Params, policy: Policy, report: OnChunk = lambda *_: None
 ) -> dict[str, Array] | None:
-    """Returns the model's constants that a policy needs, and computes missing ones if possible.
+    """Returns the model's constants that a policy or the cache needs; computes missing ones.
 
     `report` receives ("key constants", tokens done, tokens). ValueError: one cannot be computed.
     """
     require_constants(params, policy)
-    for name in policy.constants:
+    needed = policy.constants
+    if params.kv_cache_dtype == "int8":
+        needed = tuple(dict.fromkeys((*needed, KEY_REACH)))
+    for name in needed:
         if name in MAKERS and name not in params.constants:
             params.constants.update(_found_or_made(params, MAKERS[name], report))
     of_text = (BOUNDARY_CLASSES, BOUNDARY_CLASSES_OR_NONE)
     return {
         name: _boundary_classes(params, policy) if name in of_text else _placed(params, name)
-        for name in policy.constants
+        for name in needed
     } or None
 
 
@@ -85,7 +89,7 @@ def require_constants(params: Params, policy: Policy) -> None:
 
 
 def key_constants(params: Params, report: OnChunk = lambda *_: None) -> dict[str, Array]:
-    """Computes the mean key and the scales of every layer and KV head.
+    """Computes the mean key, the scales and the reach of keys of every layer and KV head.
 
     One dense pass over random tokens is enough: the constant part of keys hardly depends on the
     text.
@@ -97,30 +101,34 @@ def key_constants(params: Params, report: OnChunk = lambda *_: None) -> dict[str
     of_keys = by_rank(
         _of_keys, params.mesh, sharded=("weights",), static=("decoder",), out=REPLICATED
     )
-    result = jax.block_until_ready(of_keys(params.decoder, params.weights, jnp.asarray(tokens)))
+    made = of_keys(params.decoder, params.weights, jnp.asarray(tokens))
+    found, reach = jax.block_until_ready(made)
     report("key constants", count, count)
-    return result._asdict()
+    return found._asdict() | {KEY_REACH: reach}
 
 
 MAKERS: dict[str, Callable[[Params, OnChunk], dict[str, Array]]] = dict.fromkeys(
-    KEY_CONSTANTS, key_constants
+    (*KEY_CONSTANTS, KEY_REACH), key_constants
 )
 
 
 @partial(jax.jit, static_argnames=("decoder",))
-def _of_keys(decoder: Decoder, weights: Weights, tokens: Tokens) -> KeyConstants:
+def _of_keys(
+    decoder: Decoder, weights: Weights, tokens: Tokens
+) -> tuple[KeyConstants, Float32[Array, "L K half"]]:
     frequencies = jnp.asarray(rope_frequencies(decoder.config))
     positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)
     parts = []
 
     def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
         queries, keys = (x[0].swapaxes(0, 1) for x in (q, k))
-        parts.append(mid_and_scale(keys, queries, positions, frequencies))
+        found = mid_and_scale(keys, queries, positions, frequencies)
+        parts.append((*found, reach_of(keys)))
         return flash(q, k, v, causal=True)[0].astype(q.dtype)
 
     hidden_states(decoder, weights, tokens, positions[None], attend)
-    mid, scale = (gathered(jnp.stack(part), 1) for part in zip(*parts, strict=True))
-    return KeyConstants(mid, scale, frequencies)
+    mid, scale, reach = (gathered(jnp.stack(part), 1) for part in zip(*parts, strict=True))
+    return KeyConstants(mid, scale, frequencies), reach
 
 
 def mid_and_scale(
@@ -140,6 +148,12 @@ def mid_and_scale(
     scale = jnp.sqrt(reach / jnp.sqrt(jnp.mean(squares, axis=(1, 2))))
     usable = (scale > 0) & jnp.isfinite(scale)  # a pair may be 0 in all keys or all queries
     return mid * jnp.tile(shorter, 2), jnp.where(usable, scale, 1.0)
+
+
+def reach_of(k: Float[Array, "K T H"]) -> Float32[Array, "K half"]:
+    """Returns the reach of each pair of channels of one layer; 1 for pairs that are 0."""
+    reach = _reach(k.astype(jnp.float32))
+    return jnp.where(reach > 0, reach, 1.0)
 
 
 def _reach(k: Float32[Array, "K T H"]) -> Float32[Array, "K half"]:

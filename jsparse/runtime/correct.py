@@ -12,7 +12,7 @@ from jsparse.cache import (
     ReadOnly,
     replace_layer,
     step_view,
-    without_host,
+    without_borrowed,
 )
 from jsparse.heads import Heads
 from jsparse.hooks import State
@@ -113,4 +113,4 @@ def recomputed(
     if checked is not None and None not in reports:
         after = checked(state, tuple(reports), view._replace(cache=cache))
         state = kept(policy, "checked", state, after)
-    return hidden.reshape(*chunk, -1), without_host(cache)._replace(positions=end), state
+    return hidden.reshape(*chunk, -1), without_borrowed(cache)._replace(positions=end), state

@@ -21,7 +21,7 @@ from jsparse.cache import (
     spec_of,
     step_view,
     taken,
-    without_host,
+    without_borrowed,
 )
 from jsparse.heads import Heads
 from jsparse.hooks import State
@@ -116,7 +116,7 @@ def decode_step(
     if active is not None:
         spec = spec_of(cache, decoder.config.num_heads)
         state = keep_inactive(policy, spec, one > 0, state, before)
-    cache = without_host(cache)._replace(positions=cache.positions + one)
+    cache = without_borrowed(cache)._replace(positions=cache.positions + one)
     means = (across(jnp.mean(jnp.stack(n), axis=2), "mean") for n in zip(*counts, strict=True))
     positions = jnp.maximum(cache.positions, 1)
     return logits, cache, state, StepStats(*(jnp.where(one > 0, n / positions, 0.0) for n in means))

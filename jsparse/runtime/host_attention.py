@@ -41,7 +41,7 @@ def attend(
 ) -> AttentionOut:
     """Attends as `op` does; `reads` is that of `Offload`."""
     options = {"stats": stats, "dtype": dtype}
-    if layer.page_pools is None or _way(reads, selection) == "in_place":
+    if layer.tiers is None or _way(reads, selection) == "in_place":
         return op(q, layer, selection, **options)
     pages, listed, ids = compacted(layer, _sparse(selection))
     out = op(q, pages, listed, **options)

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from jsparse import cache as kv_cache
 from jsparse.builder import require_offloadable
-from jsparse.cache import CacheSpec, KVCache, with_host, without_host
+from jsparse.cache import CacheSpec, KVCache, with_host, without_borrowed
 from jsparse.hooks import State
 from jsparse.host_memory.pages import HostLayers, empty_pages, host_sharding, moved, stored
 from jsparse.host_memory.tails import in_tail, refilled
@@ -54,6 +54,11 @@ class OnHost:
         if self._mesh is not None:
             raise ValueError(
                 f"tensor_parallel_size={self._mesh.size}: must be 1 with K and V in host memory"
+            )
+        if spec.kv_cache_dtype != "auto":
+            raise ValueError(
+                f"kv_cache_dtype={spec.kv_cache_dtype!r}: must be 'auto' with K and V in host "
+                "memory"
             )
         require_offloadable("policy", policy)
         for layer in range(spec.num_layers):
@@ -171,7 +176,7 @@ class OnHost:
 
 def page_bytes(spec: CacheSpec) -> int:
     """Returns the bytes of K and V of one page of one head."""
-    return 2 * spec.page_size * spec.head_dim * jnp.dtype(spec.dtype).itemsize
+    return spec.page_size * spec.slot_bytes
 
 
 def available_host_bytes() -> int:
@@ -204,7 +209,7 @@ def with_newest(cache: KVCache, pages: HostLayers | None, *, resident: bool = Fa
     """
     kv = with_host(cache, pages)
     layers = tuple(refilled(layer, resident=resident) for layer in kv.layers)
-    return without_host(kv._replace(layers=layers))
+    return without_borrowed(kv._replace(layers=layers))
 
 
 _refilled = jax.jit(with_newest, static_argnames="resident", donate_argnames="cache")

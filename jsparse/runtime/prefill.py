@@ -19,11 +19,12 @@ from jsparse.cache import (
     KVCache,
     ReadOnly,
     append,
+    as_held,
     finite,
     read_slots,
     replace_layer,
     step_view,
-    without_host,
+    without_borrowed,
 )
 from jsparse.hooks import PrefillView, State
 from jsparse.host_memory.tails import whole
@@ -176,6 +177,7 @@ def prefill_chunk(
         nonlocal cache, state
         cache = append(cache, layer, k, v, positions, valid)
         kv, q = whole(cache.layers[layer], q, (k, v), positions, valid)
+        k, v = as_held(kv, k, v)
         o = attend_chunk(q, k, v, kv, valid)
         k, v = finite(k), finite(v)  # as the cache holds them
         if windows:
@@ -197,7 +199,7 @@ def prefill_chunk(
     sound = jnp.all(jnp.isfinite(hidden).all(-1) | padding, axis=1)
     sound &= jnp.all(jnp.isfinite(carry.last_hidden), axis=1)
     return PrefillCarry(
-        without_host(cache)._replace(positions=before + valid),
+        without_borrowed(cache)._replace(positions=before + valid),
         state,
         jnp.where(sound[:, None], newest, jnp.nan),
         tuple(windows),

@@ -10,7 +10,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from jsparse.cache import CacheSpec, KVCache, ReadOnly, step_view
+from jsparse.cache import CacheSpec, KVCache, ReadOnly, step_view, without_borrowed
 from jsparse.hooks import State
 from jsparse.policy import Eviction, Policy
 from jsparse.runtime import capacity
@@ -98,7 +98,7 @@ def evict(
             f"policy={policy}: after_prompt left room for {left} tokens per head: must be at "
             f"least {slots}, its `max_length`"
         )
-    return cache, state
+    return without_borrowed(cache), state
 
 
 def _evicts_prompts(policy: Policy) -> bool:

@@ -21,7 +21,7 @@ from jsparse.cache import (
     level,
     once,
     step_view,
-    without_host,
+    without_borrowed,
 )
 from jsparse.hooks import State
 from jsparse.models.transformer import Decoder, Weights
@@ -208,7 +208,7 @@ def maintain(
     """Runs the policy's maintenance on a cache of rows that are all due."""
     note_trace()
     state, cache = maintained(policy, policy.services.maintain(state, step_view(cache, read_only)))
-    return without_host(cache), state
+    return without_borrowed(cache), state
 
 
 def serviced[Memory: (KVCache, SharedPages)](

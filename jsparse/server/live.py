@@ -36,9 +36,7 @@ class Live:
         mesh = self._engine.params.mesh
         devices = 1 if mesh is None else mesh.size
         self._weight_bytes = sum(leaf.nbytes for leaf in leaves) / devices
-        spec = self._engine.spec
-        per_head = 2 * spec.num_layers * spec.head_dim * np.dtype(spec.dtype).itemsize
-        self._token_bytes = per_head * spec.num_kv_heads
+        self._token_bytes = self._engine.spec.token_bytes
         self._bandwidth = BANDWIDTH.get(jax.devices()[0].device_kind)
         self._seen: deque[tuple[float, int]] = deque()
 

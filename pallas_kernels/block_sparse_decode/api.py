@@ -8,7 +8,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jsparse.cache import LayerCache
-from jsparse.pallas_kernels.attention_arguments import check_list, no_rows
+from jsparse.pallas_kernels.attention_arguments import check_list, no_rows, not_in_arrays
 from jsparse.pallas_kernels.block_sparse_decode import reference
 from jsparse.pallas_kernels.block_sparse_decode.cascade import cascade, lists_nothing
 from jsparse.pallas_kernels.checked import checked
@@ -36,7 +36,7 @@ def _not_mosaic(
     stats: StatsKind | None,
     **_: Any,
 ) -> str | None:
-    reason = "takes K and V on the device" if layer.page_pools else no_mosaic()
+    reason = not_in_arrays(layer) or no_mosaic()
     head_dim, size = layer.k.shape[-1], layer.page_size
     # a report adds one query, the mean
     queries = q.shape[1] // layer.lengths.shape[1] + (stats is not None)
@@ -62,7 +62,7 @@ def _triton():
 def _not_triton(
     q: Float[Array, "B N H"], layer: LayerCache, *_: Any, stats: StatsKind | None, **__: Any
 ) -> str | None:
-    if layer.page_pools:
+    if layer.tiers:
         return "takes K and V on the device"
     width = 1 << (q.shape[2] - 1).bit_length()  # the kernel pads to this
     most = MAX_FLOAT32 if q.dtype == jnp.float32 else MAX_QUERIES

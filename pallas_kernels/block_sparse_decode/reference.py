@@ -4,7 +4,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jsparse.cache import LayerCache
-from jsparse.pallas_kernels.selected_attention import gathered, masked
+from jsparse.pallas_kernels.selected_attention import exact, gathered, masked
 from jsparse.selection import Selection
 from jsparse.selection.partials import AttentionOut, MeanStatsKind
 
@@ -23,5 +23,5 @@ def block_sparse_decode(
     With dense heads it reads and masks every slot; without, it gathers only the listed pages.
     """
     run = gathered if selection.dense is None else masked
-    out = run(q, layer, selection, sm_scale, stats)
+    out = run(q, exact(layer), selection, sm_scale, stats)
     return out._replace(o=out.o.astype(dtype))

@@ -14,7 +14,7 @@ import jax
 import triton
 import triton.language as tl
 
-from jsparse.cache import LayerCache, key_constants
+from jsparse.cache import Int8Pages, LayerCache, key_constants
 from jsparse.cache.key_constants import KeyFrame
 from jsparse.pallas_kernels import key_bounds
 from jsparse.pallas_kernels.key_bounds import Bounds, PageBounds, PageBounds8
@@ -33,6 +33,8 @@ class AppendPlan:
         rows, columns: P and H, rounded up to powers of two.
         paged: whether the layer has a block table.
         framed: whether bounds are in a frame.
+        int8: the type in which keys in 8 bits are read; "" if keys are not in 8 bits.
+        has_reach: whether their channels have a reach.
         steps, coarsest, min_magnitude, max_magnitude: the constants of `key_bounds`.
     """
 
@@ -44,6 +46,8 @@ class AppendPlan:
     columns: int
     paged: bool
     framed: bool
+    int8: str
+    has_reach: bool
     ring: int
     steps: int = key_bounds.STEPS
     coarsest: float = key_bounds.COARSEST
@@ -64,10 +68,12 @@ def bounds_append(
     from jsparse.pallas_kernels.triton_call import triton_call
 
     (_, page_size, head_dim), table = layer.k.shape, layer.block_table
-    # touched pages are new, and therefore on the device
-    k, ring = layer.k, 0
-    if layer.page_pools is not None:
-        pool, _ = layer.page_pools
+    absent = layer.lengths  # placeholder for missing arrays; never read
+    k, ring, scales, reach = layer.k, 0, None, None
+    if isinstance(k, Int8Pages):
+        k, scales, reach = k.values, k.scales, k.reach
+    if layer.tiers is not None:  # touched pages are new, and therefore on the device
+        pool, _ = layer.tiers
         k, ring = pool.ring, pool.ring_pages(layer)
     plan = AppendPlan(
         heads=layer.lengths.shape[1],
@@ -79,12 +85,14 @@ def bounds_append(
         paged=table is not None,
         ring=ring,
         framed=frame is not None,
+        int8="" if scales is None else layer.k.dtype.name,
+        has_reach=reach is not None,
     )
-    absent = layer.lengths  # placeholder for missing arrays; never read
     given = (
         *(k, valid, first, layer.lengths),
         absent if table is None else table,
         *((absent,) * 3 if frame is None else frame),
+        *(absent if array is None else array for array in (scales, reach)),
     )
     pools = triton_call(
         *given,
@@ -154,6 +162,8 @@ def wider(low, high, other_low, other_high):
 @triton.jit
 def extremes(
     k,  # [pages, P, H]
+    scales,  # [pages, P], if keys are in 8 bits
+    reach,  # [K, H]
     page,
     held,
     plan: tl.constexpr,
@@ -162,7 +172,17 @@ def extremes(
     slot = tl.minimum(tl.arange(0, plan.rows), tl.minimum(held, plan.page_size) - 1)
     channel = tl.arange(0, plan.columns)[None, :]
     at = page * (plan.page_size * plan.head_dim) + (slot[:, None] * plan.head_dim + channel)
-    keys = tl.load(k + at, mask=channel < plan.head_dim, other=0.0).to(tl.float32)
+    keys = tl.load(k + at, mask=channel < plan.head_dim, other=0).to(tl.float32)
+    if plan.int8 != "":
+        keys *= tl.load(scales + page * plan.page_size + slot).to(tl.float32)[:, None]
+        if plan.has_reach:
+            head = tl.program_id(1) % plan.heads
+            own = reach + head * plan.head_dim + channel
+            keys *= tl.load(own, mask=channel < plan.head_dim, other=0.0)
+        if plan.int8 == "bfloat16":
+            keys = keys.to(tl.bfloat16).to(tl.float32)
+        elif plan.int8 == "float16":
+            keys = keys.to(tl.float16).to(tl.float32)
     return tl.reduce((keys, keys), 0, wider)
 
 
@@ -210,6 +230,8 @@ def append_values(
     _mid,
     _key_scale,
     _angles,
+    scales,  # [pages, P], if keys are in 8 bits
+    reach,  # [K, H]
     _low_given,  # aliases of the last two
     _high_given,
     low_ptr,  # [pages, H]
@@ -220,7 +242,7 @@ def append_values(
     logical, held, touched = find(valid, first, lengths, plan)
     if touched:
         page = locate(table, logical, plan)
-        low, high = extremes(k, locate_keys(page, logical, plan), held, plan)
+        low, high = extremes(k, scales, reach, locate_keys(page, logical, plan), held, plan)
         channel = tl.arange(0, plan.columns)
         at = page * plan.head_dim + channel
         tl.store(low_ptr + at, low, mask=channel < plan.head_dim)
@@ -237,6 +259,8 @@ def append_codes(
     mid,  # [K, H]
     key_scale,  # [K, H / 2]
     angles,  # [spans, H]
+    scales,  # [pages, P], if keys are in 8 bits
+    reach,  # [K, H]
     _low_given,  # aliases of the last three
     _high_given,
     _affine_given,
@@ -249,7 +273,7 @@ def append_codes(
     logical, held, touched = find(valid, first, lengths, plan)
     if touched:
         page = locate(table, logical, plan)
-        low, high = extremes(k, locate_keys(page, logical, plan), held, plan)
+        low, high = extremes(k, scales, reach, locate_keys(page, logical, plan), held, plan)
         if plan.framed:
             low, high = into_frame(low, high, mid, key_scale, angles, logical, plan)
         channel = tl.arange(0, plan.columns)

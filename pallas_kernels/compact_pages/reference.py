@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from jsparse.cache import LayerCache, physical_pages, read_slots
+from jsparse.cache import OPTIONAL_FIELDS, LayerCache, map_pages, physical_pages, read_slots
 from jsparse.shapes import Ids, Lengths
 
 
@@ -23,10 +23,5 @@ def move_rows(layer: LayerCache, ids: Ids, moved: Lengths) -> LayerCache:
     def move(pool: Array) -> Array:
         return pool.at[at].set(read_slots(pool, layer, jnp.where(listed, ids, 0)), mode="drop")
 
-    k, v = map(move, layer.arrays)
-    return layer._replace(
-        k=k,
-        v=v,
-        bias=None if layer.bias is None else move(layer.bias),
-        slot_positions=None if layer.slot_positions is None else move(layer.slot_positions),
-    )
+    pools = {name: getattr(layer, name) for name in ("k", "v", *OPTIONAL_FIELDS)}
+    return layer._replace(**{name: map_pages(move, pool) for name, pool in pools.items()})

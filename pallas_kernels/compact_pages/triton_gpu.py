@@ -11,7 +11,7 @@ memory's granularity) wide, so nothing is read twice. There is no lock, and no s
 would double the traffic.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import jax
@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from jaxtyping import Array
 
-from jsparse.cache import LayerCache
+from jsparse.cache import Int8Pages, LayerCache
 from jsparse.shapes import Ids, Lengths
 
 
@@ -190,8 +190,14 @@ def move_rows(
             ),
         )
 
-    k, v = move(*layer.arrays)
     bias, slot_positions = (
         pool if pool is None else move(pool)[0] for pool in (layer.bias, layer.slot_positions)
     )
+    if isinstance(layer.k, Int8Pages) and isinstance(layer.v, Int8Pages):
+        k_values, v_values = move(layer.k.values, layer.v.values)
+        k_scales, v_scales = move(layer.k.scales, layer.v.scales)
+        k = replace(layer.k, values=k_values, scales=k_scales)
+        v = replace(layer.v, values=v_values, scales=v_scales)
+    else:
+        k, v = move(*layer.arrays)
     return layer._replace(k=k, v=v, bias=bias, slot_positions=slot_positions)

@@ -18,8 +18,8 @@ def _load_triton():
 
 
 def _refusal(heads: Heads, layer: LayerCache, *_) -> str | None:
-    if layer.page_pools is not None:
-        return "takes K and V only on the device"
+    if layer.tiers:
+        return "takes K and V on the device"
     batch, tokens = heads.qkv.shape[-4:-2]
     if batch * tokens > MAX_HEADS:
         return f"takes at most {MAX_HEADS} tokens of all rows, not {batch * tokens}"
@@ -53,8 +53,8 @@ def rope_append(
         implementation: "triton" (one launch, in place), "reference", or None to choose.
 
     Returns:
-        q and k after their norms and rotation, v, and the layer with K and V. NaN and infinities in
-        k and v become 0, as `jsparse.cache.finite` explains.
+        q and k after their norms and rotation, v, and the layer with K and V. k and v are as the
+        layer holds them; NaN and infinities become 0, as `jsparse.cache.finite` explains.
 
     Raises:
         ValueError: heads do not match the layer or the table, or the named implementation cannot

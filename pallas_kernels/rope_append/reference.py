@@ -2,7 +2,7 @@
 
 from jaxtyping import Array, Int32
 
-from jsparse.cache import LayerCache, finite, write
+from jsparse.cache import LayerCache, as_held, finite, write
 from jsparse.heads import Heads
 from jsparse.shapes import ChunkKV, ChunkQueries, Rows
 
@@ -14,4 +14,4 @@ def rope_append(
     q, k, v = heads.rotated()
     k, v = finite(k), finite(v)
     layer = write(layer, k, v, positions, valid, layer.lengths - valid[:, None])
-    return q, k, v, layer
+    return q, *as_held(layer, k, v), layer

@@ -4,14 +4,16 @@ Pages are written in place. A product of the rotation may be fused with its sum,
 be an ulp off.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import triton
 import triton.language as tl
 from jaxtyping import Array, Int32
 
-from jsparse.cache import LayerCache, write_beside
+from jsparse.cache import Int8Pages, LayerCache, write_beside
 from jsparse.heads import Heads
 from jsparse.shapes import ChunkKV, ChunkQueries, Rows
 
@@ -27,6 +29,8 @@ class RopePlan:
         half: H / 2.
         columns: `half`, rounded up to a power of two.
         paged: whether the layer has a block table.
+        int8, has_reach: whether K and V are integers with scales, and channels of K have a reach.
+        has_bias: whether slots have a bias.
         normed: whether heads of q and k are normalised.
         eps: of their norms.
     """
@@ -42,6 +46,9 @@ class RopePlan:
     half: int
     columns: int
     paged: bool
+    int8: bool
+    has_reach: bool
+    has_bias: bool
     normed: bool
     eps: float
 
@@ -67,37 +74,63 @@ def rope_append(
         half=head_dim // 2,
         columns=triton.next_power_of_2(head_dim // 2),
         paged=table is not None,
+        int8=isinstance(layer.k, Int8Pages),
+        has_reach=isinstance(layer.k, Int8Pages) and layer.k.reach is not None,
+        has_bias=layer.bias is not None,
         normed=heads.scales is not None,
         eps=heads.eps,
     )
     absent = layer.lengths  # placeholder for missing arrays; never read
-    pools = layer.arrays if layer.bias is None else (*layer.arrays, layer.bias)
+    reach, pools = _pools(layer)
     given = (
         *(heads.qkv, *heads.table, *(heads.scales or (absent, absent))),
         *(layer.lengths, valid, absent if table is None else table),
+        absent if reach is None else reach,
     )
 
     def shape(*sizes: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(sizes, heads.dtype)
 
-    q, k, v, *pools = triton_call(
+    there = {nth: pool for nth, pool in enumerate(pools) if pool is not None}
+    nothing = jax.ShapeDtypeStruct((1,), jnp.int32)
+    q, k, v, *kept = triton_call(
         *given,
-        *pools,
-        kernel=rope_kernel if layer.bias is None else rope_bias_kernel,
+        *(absent if pool is None else pool for pool in pools),
+        kernel=rope_kernel,
         out_shape=[
             shape(batch, tokens, heads.num_heads, head_dim),
             shape(batch, tokens, kv_heads, head_dim),
             shape(batch, tokens, kv_heads, head_dim),
-            *(jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in pools),
+            *(
+                nothing if pool is None else jax.ShapeDtypeStruct(pool.shape, pool.dtype)
+                for pool in pools
+            ),
         ],
-        input_output_aliases={len(given) + nth: 3 + nth for nth in range(len(pools))},
+        input_output_aliases={len(given) + nth: 3 + nth for nth in there},
         grid=(count, batch * tokens),
         num_warps=1,
         plan=plan,
     )
-    layer = layer._replace(k=pools[0], v=pools[1], bias=None)
+    layer = layer._replace(bias=None)
     layer = write_beside(layer, positions, valid, layer.lengths - valid[:, None])
-    return q, k, v, layer._replace(bias=pools[2] if len(pools) > 2 else None)
+    return q, k, v, _with_pools(layer, *(kept[nth] if nth in there else None for nth in range(5)))
+
+
+def _pools(layer: LayerCache) -> tuple[Array | None, tuple[Array | None, ...]]:
+    """Returns the reach of K's channels, and the pools: K, V, their scales, and the bias."""
+    if isinstance(layer.k, Int8Pages) and isinstance(layer.v, Int8Pages):
+        k, v = layer.k, layer.v
+        return k.reach, (k.values, v.values, k.scales, v.scales, layer.bias)
+    return None, (*layer.arrays, None, None, layer.bias)
+
+
+def _with_pools(layer: LayerCache, *pools: Any) -> LayerCache:
+    """Returns the layer with these pools, in the order of `_pools`."""
+    k, v, k_scales, v_scales, bias = pools
+    if isinstance(layer.k, Int8Pages) and isinstance(layer.v, Int8Pages):
+        k = replace(layer.k, values=k, scales=k_scales)
+        v = replace(layer.v, values=v, scales=v_scales)
+    return layer._replace(k=k, v=v, bias=bias)
 
 
 @triton.jit
@@ -110,51 +143,23 @@ def rope_kernel(
     lengths,  # [B, K]
     valid,  # [B]
     table,  # [B, K, M]
+    reach,  # [K, H]
     _k,  # aliases of the returned pools
     _v,
+    _k_scales,
+    _v_scales,
+    _bias,
     q_out,  # [B, T, N, H]
     k_out,  # [B, T, K, H]
     v_out,  # [B, T, K, H]
     k_pool,  # [pages, P, H]
     v_pool,  # [pages, P, H]
+    k_scales,  # [pages, P], if pools are in 8 bits
+    v_scales,  # [pages, P]
+    bias_pool,  # [pages, P], of a cache with slot biases; new slots get 0
     plan: tl.constexpr,
 ):
     """Processes one head of a token."""
-    inputs = (qkv, cos, sin, q_scale, k_scale, lengths, valid, table)
-    rotate(inputs, (q_out, k_out, v_out, k_pool, v_pool, None), plan)
-
-
-@triton.jit
-def rope_bias_kernel(
-    qkv,
-    cos,
-    sin,
-    q_scale,
-    k_scale,
-    lengths,
-    valid,
-    table,
-    _k,
-    _v,
-    _bias,
-    q_out,
-    k_out,
-    v_out,
-    k_pool,
-    v_pool,
-    bias_pool,  # [pages, P]
-    plan: tl.constexpr,
-):
-    """Processes one head of a token in a cache with slot biases; new slots get 0."""
-    inputs = (qkv, cos, sin, q_scale, k_scale, lengths, valid, table)
-    rotate(inputs, (q_out, k_out, v_out, k_pool, v_pool, bias_pool), plan)
-
-
-@triton.jit
-def rotate(inputs, outputs, plan: tl.constexpr):
-    """Rotates one head of a token, and stores the result."""
-    qkv, cos, sin, q_scale, k_scale, lengths, valid, table = inputs
-    q_out, k_out, v_out, k_pool, v_pool, bias_pool = outputs
     head, token = tl.program_id(0), tl.program_id(1)
     row, nth = token // plan.tokens, token % plan.tokens
     parts: tl.constexpr = plan.parts
@@ -200,14 +205,46 @@ def rotate(inputs, outputs, plan: tl.constexpr):
         if plan.paged:
             page = tl.load(table + page)
         at = page.to(tl.int64) * plan.page_size + slot % plan.page_size
+        row = token * plan.kv_heads + kv_head
         if of_value:
-            put(v_out, token * plan.kv_heads + kv_head, low, high, column, inside, plan)
-            put(v_pool, at, low, high, column, inside & ok, plan)
+            low, high = store(v_pool, v_scales, None, at, low, high, column, inside, ok, plan)
+            put(v_out, row, low, high, column, inside, plan)
         else:
-            put(k_out, token * plan.kv_heads + kv_head, low, high, column, inside, plan)
-            put(k_pool, at, low, high, column, inside & ok, plan)
-            if bias_pool is not None:
+            of_head = reach + kv_head * plan.head_dim if plan.has_reach else None
+            low, high = store(k_pool, k_scales, of_head, at, low, high, column, inside, ok, plan)
+            put(k_out, row, low, high, column, inside, plan)
+            if plan.has_bias:
                 tl.store(bias_pool + at, 0.0, mask=ok)
+
+
+@triton.jit
+def store(pool, scales, reach, at, low, high, column, inside, ok, plan: tl.constexpr):
+    """Stores a row where `ok`, and returns its halves as they are read from then on."""
+    if plan.int8:
+        of_low, of_high = 1.0, 1.0
+        if reach is not None:
+            of_low = tl.load(reach + column, mask=inside, other=1.0)
+            of_high = tl.load(reach + plan.half + column, mask=inside, other=1.0)
+        x, y = tl.div_rn(low.to(tl.float32), of_low), tl.div_rn(high.to(tl.float32), of_high)
+        largest = tl.max(tl.maximum(tl.abs(x), tl.abs(y)), 0)
+        scale = tl.div_rn(largest, 127.0).to(tl.bfloat16)
+        tl.store(scales + at, scale, mask=ok)
+        step = scale.to(tl.float32)
+        step = tl.where(step == 0, 1.0, step)
+        x, y = nearest(tl.div_rn(x, step)), nearest(tl.div_rn(y, step))
+        put(pool, at, x, y, column, inside & ok, plan)
+        factor = scale.to(tl.float32)
+        low, high = (x * factor * of_low).to(low.dtype), (y * factor * of_high).to(high.dtype)
+    else:
+        put(pool, at, low, high, column, inside & ok, plan)
+    return low, high
+
+
+@triton.jit
+def nearest(x):
+    """Returns the nearest integer of at most 127, and the even one of two."""
+    x = tl.minimum(tl.maximum(x, -127.0), 127.0)
+    return (x + 12582912.0) - 12582912.0  # at 1.5 · 2^23, float32 holds only integers
 
 
 @triton.jit

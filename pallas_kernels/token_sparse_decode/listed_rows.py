@@ -5,11 +5,20 @@ them stays in a CPU's cache until it has been multiplied. On a GPU, a kernel mul
 if it supports them.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
-from jsparse.cache import LayerCache, PagePool, physical_pages, read_slots
+from jsparse.cache import (
+    Int8Pages,
+    LayerCache,
+    PagePool,
+    TieredPool,
+    physical_pages,
+    read_slots,
+)
 from jsparse.pallas_kernels.dispatch import no_triton
 from jsparse.shapes import Pages
 
@@ -45,19 +54,23 @@ def products(
         found = found.reshape(*q.shape[:2], -1, q.shape[2]).swapaxes(2, 3)
         return found[..., : slots.shape[-1]]
 
-    if not isinstance(pool, PagePool) and _by_kernel(q, pool):
+    if _by_kernel(q, pool):
         from jsparse.pallas_kernels.token_sparse_decode import products_triton
 
-        return products_triton.products(q, *_placed(pool, layer, slots))
+        if isinstance(pool, Int8Pages):
+            placed = _placed(pool.values, layer, slots)
+            return products_triton.products(q, *placed, pool.scales.reshape(-1), pool.reach)
+        if not isinstance(pool, PagePool):
+            return products_triton.products(q, *_placed(pool, layer, slots))
     if slots.shape[-1] <= BLOCK:
         return at_once(q, pool, slots)
     return jax.lax.platform_dependent(q, pool, slots, cpu=in_blocks, default=at_once)
 
 
-def _by_kernel(q: Float[Array, "B K G H"], pool: Pages) -> bool:
+def _by_kernel(q: Float[Array, "B K G H"], pool: Any) -> bool:
     """Returns whether the kernel supports these queries and keys here."""
-    fits = q.shape[2] <= MAX_GROUP and q.shape[3] <= MAX_WIDTH
-    return fits and q.dtype == pool.dtype and no_triton() is None
+    fits = q.shape[2] <= MAX_GROUP and q.shape[3] <= MAX_WIDTH and q.dtype == pool.dtype
+    return fits and not isinstance(pool, TieredPool) and no_triton() is None
 
 
 def weighted_sum(

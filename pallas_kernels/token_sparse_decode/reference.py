@@ -5,7 +5,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jsparse.cache import LayerCache, read_slots
-from jsparse.pallas_kernels.selected_attention import gathered, masked
+from jsparse.pallas_kernels.selected_attention import exact, gathered, masked
 from jsparse.pallas_kernels.token_sparse_decode.listed import listed_tokens
 from jsparse.pallas_kernels.token_sparse_decode.listed_rows import products, weighted_sum
 from jsparse.selection import Selection
@@ -25,6 +25,7 @@ def token_sparse_decode(
 
     With dense heads it reads and masks every slot; without, it gathers only the listed slots.
     """
+    layer = exact(layer)
     if selection.dense is not None:
         kind = None if stats == "listed_logits" else stats
         out = masked(q, layer, selection, sm_scale, kind)

@@ -17,7 +17,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
 
-from jsparse.cache import LayerCache
+from jsparse.cache import Int8Pages, LayerCache
 from jsparse.pallas_kernels.merge_splits.api import merge_splits
 from jsparse.pallas_kernels.token_sparse_decode.listed_rows import products
 from jsparse.pallas_kernels.token_sparse_decode.triton_kernel import attend_kernel
@@ -56,6 +56,8 @@ class LaunchPlan:
         block, unit_blocks, max_units: as in TokenTiling.
         ring: pages in the ring of a head; 0 if all of K and V is in one memory.
         resident: whether heads may have all their pages on the device.
+        int8: whether K and V are integers with scales.
+        has_reach: whether the channels of K have a reach.
         known: whether lists have logits.
         tokens: tokens per listed id: 1, or those of a page.
         has_bits: whether pages have token bits.
@@ -63,7 +65,7 @@ class LaunchPlan:
         mean: the number of queries before the group's own: 1 for their mean, whose logits are
             reported, or 0.
         listed: whether every query's logits of listed tokens are reported.
-        group, head_dim, page_size: G, H and P.
+        heads, group, head_dim, page_size: K, G, H and P.
         rows: queries, including the mean, rounded up to a power of two.
         cols: H, rounded up to a power of two.
         pairs: B · K, rounded up to a power of two.
@@ -76,6 +78,8 @@ class LaunchPlan:
     max_units: int
     ring: int
     resident: bool
+    int8: bool
+    has_reach: bool
     known: bool
     tokens: int
     has_bits: bool
@@ -84,6 +88,7 @@ class LaunchPlan:
     has_bias: bool
     mean: int
     listed: bool
+    heads: int
     group: int
     head_dim: int
     page_size: int
@@ -132,7 +137,8 @@ def sparse_decode(
     queries = group + by_slot
     rows = max(16, triton.next_power_of_2(queries))  # 16 rows are the minimum of an MMA
     if tiling is None:
-        tiling = default_tiling(head_dim, q.dtype.itemsize, capacity, listed=listed, rows=rows)
+        itemsize = 1 if isinstance(layer.k, Int8Pages) else q.dtype.itemsize
+        tiling = default_tiling(head_dim, itemsize, capacity, listed=listed, rows=rows)
     tokens = 1 if selection.granularity == "token" else layer.page_size
     # a list, then the newest token
     longest = capacity * tokens + 1
@@ -145,6 +151,8 @@ def sparse_decode(
         max_units=tiling.max_units,
         ring=ring,
         resident=pools.own_first is not None,
+        int8=pools.k_scales is not None,
+        has_reach=pools.reach is not None,
         # dense heads and the mean query read keys that have no known logits
         known=selection.logits is not None and selection.dense is None and not by_slot,
         tokens=tokens,
@@ -154,11 +162,13 @@ def sparse_decode(
         has_bias=layer.bias is not None,
         mean=int(by_slot),
         listed=listed,
+        heads=heads,
         group=group,
         head_dim=head_dim,
         page_size=layer.page_size,
         rows=rows,
-        cols=max(16, triton.next_power_of_2(head_dim)),
+        # the minimum of an MMA
+        cols=max(32 if pools.k_scales is not None else 16, triton.next_power_of_2(head_dim)),
         pairs=triton.next_power_of_2(pairs),
         scale=sm_scale,
         precision="ieee" if q.dtype == jnp.float32 else "tf32",
@@ -232,15 +242,22 @@ def _inputs(
         pools.own_v,
         pools.own_first,
         with_newest(q, layer, selection, plan.scale) if plan.known else None,
+        pools.k_scales,
+        pools.v_scales,
+        pools.reach,
     )
     return tuple(layer.lengths if array is None else array for array in arrays)
 
 
 def tiers(layer: LayerCache) -> tuple[int, Pools]:
     """Returns the pages in the ring of a head, 0 without rings, and the pools of K and V."""
-    if layer.page_pools is None:
-        return 0, Pools(*layer.arrays, *(None,) * 5)
-    k, v = layer.page_pools
+    if isinstance(layer.k, Int8Pages) and isinstance(layer.v, Int8Pages):
+        k, v = layer.k, layer.v
+        scales = {"k_scales": k.scales, "v_scales": v.scales}
+        return 0, Pools(k.values, v.values, **scales, reach=k.reach)
+    if layer.tiers is None:
+        return 0, Pools(*layer.arrays)
+    k, v = layer.tiers
     first = None if k.resident is None else k.resident_first(layer)
     return k.ring_pages(layer), Pools(k.host, v.host, k.ring, v.ring, k.resident, v.resident, first)
 

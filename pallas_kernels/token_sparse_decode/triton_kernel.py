@@ -67,6 +67,9 @@ def attend_kernel(
     own_v_ptr,  # [resident pages, P, H]
     own_first_ptr,  # [B, K]
     known_ptr,  # [pairs, G, capacity + 1]
+    k_scales_ptr,  # [pool pages, P], if K and V are in 8 bits
+    v_scales_ptr,  # [pool pages, P]
+    reach_ptr,  # [K, H]
     pairs,
     capacity,
     pages,  # M, of a head
@@ -98,6 +101,9 @@ def attend_kernel(
         own_k_ptr if plan.resident else None,
         own_v_ptr if plan.resident else None,
         own_first_ptr if plan.resident else None,
+        k_scales_ptr if plan.int8 else None,
+        v_scales_ptr if plan.int8 else None,
+        reach_ptr if plan.has_reach else None,
     )
     given = LogitInputs(
         q_ptr,
@@ -138,6 +144,7 @@ def attend(heads, pools, given, report, axes, head, split, plan: tl.constexpr):
     first = split * size
     slot, at, valid = find(heads, head, first + offset, plan)
     q = queries(given, axes, head, plan)
+    q_high, q_low, q_scale = integers(q, pools, axes, head, plan) if plan.int8 else (q, q, q)
     sums = UnitSums(
         tl.full([plan.rows], float("-inf"), tl.float32),
         tl.full([plan.rows], 0.0, tl.float32),
@@ -154,16 +161,27 @@ def attend(heads, pools, given, report, axes, head, split, plan: tl.constexpr):
             lines += (start + offset)[None, :]
             logits = tl.load(lines, mask=valid[None, :] & (row < plan.group), other=0.0)
         else:
-            k = tl.load(pools.k + at_k[:, None] + col, mask=inside, other=0.0)
-            logits = tl.dot(q, tl.trans(k), input_precision=plan.precision) * plan.scale
-        v = tl.load(pools.v + at_v[:, None] + col, mask=inside, other=0.0)
+            k = tl.load(pools.k + at_k[:, None] + col, mask=inside, other=0)
+            if plan.int8:
+                k_scale = tl.load(pools.k_scales + at, mask=valid, other=0).to(tl.float32)
+                k = tl.trans(k)
+                sum_high, sum_low = tl.dot(q_high, k), tl.dot(q_low, k)
+                whole = sum_high.to(tl.float32) * 256 + sum_low.to(tl.float32)
+                logits = whole * q_scale[:, None] * k_scale[None, :]
+            else:
+                logits = tl.dot(q, tl.trans(k), input_precision=plan.precision) * plan.scale
+        v = tl.load(pools.v + at_v[:, None] + col, mask=inside, other=0)
+        v_scale = None
+        if plan.int8:
+            v_scale = tl.load(pools.v_scales + at, mask=valid, other=0).to(tl.float32)
+            v = v.to(tl.float32 if q.dtype == tl.float32 else tl.bfloat16)
         if given.bias is not None:
             logits += tl.load(given.bias + at, mask=valid, other=0.0)[None, :]
         if plan.mean:
             store_by_slot(report, heads, axes, head, slot, valid, logits, plan)
         if plan.listed:
             store_listed(report, heads, axes, head, start, slot, valid, logits, plan)
-        sums = add_block(sums, logits, valid, v, plan)
+        sums = add_block(sums, logits, valid, v, v_scale, plan)
         slot, at, valid = slot_ahead, at_ahead, valid_ahead
     return sums
 
@@ -185,7 +203,21 @@ def queries(given, axes, head, plan: tl.constexpr):
 
 
 @triton.jit
-def add_block(sums, logits, valid, v, plan: tl.constexpr):
+def integers(q, pools, axes, head, plan: tl.constexpr):
+    """Returns queries for integer keys, in 15 bits: high · 256 + low, times a scale per query."""
+    q = q.to(tl.float32) * plan.scale
+    if pools.reach is not None:
+        first = pools.reach + head.pair % plan.heads * plan.head_dim
+        q *= tl.load(first + axes.col, mask=axes.col < plan.head_dim, other=0.0)
+    largest = tl.max(tl.abs(q), 1)
+    scale = tl.where(largest > 0, largest * (1 / (127 * 256)), 1.0)
+    whole = tl.floor(q / scale[:, None] + 0.5).to(tl.int32)
+    high = (whole + 128) >> 8
+    return high.to(tl.int8), (whole - high * 256).to(tl.int8), scale
+
+
+@triton.jit
+def add_block(sums, logits, valid, v, v_scale, plan: tl.constexpr):
     """Adds a block of tokens to the sums of a unit."""
     minus_inf = float("-inf")
     logits = tl.where(valid[None, :], logits, minus_inf)
@@ -194,6 +226,8 @@ def add_block(sums, logits, valid, v, plan: tl.constexpr):
     weights = tl.exp(logits - base[:, None])
     shrink = tl.exp(sums.top - base)
     total = sums.total * shrink + tl.sum(weights, 1)
+    if v_scale is not None:
+        weights *= v_scale[None, :]
     o = tl.dot(weights.to(v.dtype), v, sums.o * shrink[:, None], input_precision=plan.precision)
     return UnitSums(higher, total, o)
 

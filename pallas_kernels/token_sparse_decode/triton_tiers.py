@@ -1,4 +1,4 @@
-"""Finds rows of K and V that are in several memories."""
+"""Describes K and V in memory, and finds rows that are in several memories."""
 
 from typing import Any, NamedTuple
 
@@ -11,11 +11,14 @@ class Pools(NamedTuple):
 
     k: Any  # [pool pages, P, H], in host memory if there are rings
     v: Any  # [pool pages, P, H]
-    ring_k: Any  # [pairs · ring, P, H]
-    ring_v: Any  # [pairs · ring, P, H]
-    own_k: Any  # [resident pages, P, H]
-    own_v: Any  # [resident pages, P, H]
-    own_first: Any  # [B, K], a resident head's first page; -1 for the others
+    ring_k: Any = None  # [pairs · ring, P, H]
+    ring_v: Any = None  # [pairs · ring, P, H]
+    own_k: Any = None  # [resident pages, P, H]
+    own_v: Any = None  # [resident pages, P, H]
+    own_first: Any = None  # [B, K], a resident head's first page; -1 for the others
+    k_scales: Any = None  # [pool pages, P], if K and V are in 8 bits
+    v_scales: Any = None  # [pool pages, P]
+    reach: Any = None  # [K, H], of the channels of K
 
 
 @triton.jit

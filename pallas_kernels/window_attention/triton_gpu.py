@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from jaxtyping import Array, Bool, Float, Float32
 
-from jsparse.cache import LayerCache
+from jsparse.cache import Int8Pages, LayerCache
 from jsparse.shapes import Rows
 
 BLOCK = 64  # slots per tile
@@ -40,9 +40,14 @@ def window_attention(
     rows = max(triton.next_power_of_2(size) * each, 16)
     tile = min(max(MAX_ROWS, each), rows)
     absent = layer.lengths  # placeholder for missing arrays; never read
+    k, scales, reach = layer.k, None, None
+    if isinstance(k, Int8Pages):
+        k, scales, reach = k.values, k.scales, k.reach
     arrays = (
         queries,
-        layer.k,
+        k,
+        absent if scales is None else scales,
+        absent if reach is None else reach,
         absent if layer.bias is None else layer.bias,
         absent if layer.block_table is None else layer.block_table,
         positions,
@@ -63,6 +68,8 @@ def window_attention(
         "TILE": tile,
         "BLOCK": BLOCK,
         "LARGEST": group == "max",
+        "INT8": scales is not None,
+        "HAS_REACH": reach is not None,
         "HAS_BIAS": layer.bias is not None,
         "HAS_TABLE": layer.block_table is not None,
         "PRECISION": "ieee" if queries.dtype == jnp.float32 else "tf32",
@@ -124,12 +131,15 @@ def logits_of(
     asked,
     age,
     k_ptr,  # [pages, P, H]
+    scales_ptr,  # [pages, P], if keys are in 8 bits
+    reach_ptr,  # [K, H]
     bias_ptr,  # [pages, P]
     table_ptr,  # [B, K, M]
     lengths_ptr,  # [B, K]
     competing_ptr,  # [B, K, S]
     pair,
     slot,
+    K: tl.constexpr,
     S: tl.constexpr,
     P: tl.constexpr,
     H: tl.constexpr,
@@ -139,6 +149,8 @@ def logits_of(
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
     LARGEST: tl.constexpr,
+    INT8: tl.constexpr,
+    HAS_REACH: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_TABLE: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -165,8 +177,15 @@ def logits_of(
     k = tl.load(
         k_ptr + at[:, None] * H + channel[None, :],
         mask=seen[:, None] & (channel < H)[None, :],
-        other=0.0,
+        other=0,
     )
+    if INT8:
+        scales = tl.load(scales_ptr + at, mask=seen, other=0).to(tl.float32)
+        k = k.to(tl.float32) * scales[:, None]
+        if HAS_REACH:
+            own = reach_ptr + pair % K * H + channel
+            k *= tl.load(own, mask=channel < H, other=0.0)[None, :]
+        k = k.to(q.dtype)
     logits = SCALE * tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if HAS_BIAS:
         logits += tl.load(bias_ptr + at, mask=seen, other=0.0)[None, :]
@@ -180,6 +199,8 @@ def logits_of(
 def lse_kernel(
     q_ptr,
     k_ptr,
+    scales_ptr,
+    reach_ptr,
     bias_ptr,
     table_ptr,
     positions_ptr,
@@ -200,6 +221,8 @@ def lse_kernel(
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
     LARGEST: tl.constexpr,
+    INT8: tl.constexpr,
+    HAS_REACH: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_TABLE: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -216,8 +239,9 @@ def lse_kernel(
     for start in range(0, SPLIT, BLOCK):
         slot = split * SPLIT + start + tl.arange(0, BLOCK)
         logits = logits_of(
-            q, asked, age, k_ptr, bias_ptr, table_ptr, lengths_ptr, competing_ptr, pair, slot,
-            S, P, H, SCALE, CHANNELS, EACH, TILE, BLOCK, LARGEST, HAS_BIAS, HAS_TABLE, PRECISION,
+            q, asked, age, k_ptr, scales_ptr, reach_ptr, bias_ptr, table_ptr, lengths_ptr,
+            competing_ptr, pair, slot, K, S, P, H, SCALE, CHANNELS, EACH, TILE, BLOCK, LARGEST,
+            INT8, HAS_REACH, HAS_BIAS, HAS_TABLE, PRECISION,
             HELD=HELD,
         )  # fmt: skip
         higher = tl.maximum(top, tl.max(logits, 1))
@@ -234,6 +258,8 @@ def lse_kernel(
 def shares_kernel(
     q_ptr,
     k_ptr,
+    scales_ptr,
+    reach_ptr,
     bias_ptr,
     table_ptr,
     positions_ptr,
@@ -254,6 +280,8 @@ def shares_kernel(
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
     LARGEST: tl.constexpr,
+    INT8: tl.constexpr,
+    HAS_REACH: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_TABLE: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -268,8 +296,9 @@ def shares_kernel(
             q_ptr, positions_ptr, pair, chunk * TILE, W, N, K, H, CHANNELS, EACH, TILE
         )
         logits = logits_of(
-            q, asked, age, k_ptr, bias_ptr, table_ptr, lengths_ptr, competing_ptr, pair, slot,
-            S, P, H, SCALE, CHANNELS, EACH, TILE, BLOCK, LARGEST, HAS_BIAS, HAS_TABLE, PRECISION,
+            q, asked, age, k_ptr, scales_ptr, reach_ptr, bias_ptr, table_ptr, lengths_ptr,
+            competing_ptr, pair, slot, K, S, P, H, SCALE, CHANNELS, EACH, TILE, BLOCK, LARGEST,
+            INT8, HAS_REACH, HAS_BIAS, HAS_TABLE, PRECISION,
             HELD=False,
         )  # fmt: skip
         at = pair.to(tl.int64) * (ROWS // TILE * SETS) + chunk * SETS + tl.arange(0, SETS)

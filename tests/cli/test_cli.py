@@ -185,6 +185,7 @@ def test_mistake_is_one_line_and_exit_code_2():
         (["generate", "x" * 600, *ON_TINY], "must be at most 512"),
         (["generate", "x", *ON_TINY, "--revision", "main"], "only Hub ids have revisions"),
         (["generate", "x", "--model", FIXTURES / "llama"], "needs a tokenizer"),
+        (["generate", "x", "--kv-cache-dtype", "fp8"], "kv_cache_dtype='fp8': must be 'int8'"),
         (["generate", "x", *ON_TINY, "--chat"], "no chat template"),
         (["generate", "x", "--chat", "--chat-template-kwargs", "{'a': 1}"], "must be a JSON obje"),
         (["generate", "x", "--chat-template-kwargs", '{"a": 1}'], "needs --chat"),
@@ -295,6 +296,15 @@ def test_info_prints_the_largest_batch_and_context(monkeypatch):
     assert told["cache_bytes_per_token"] == per_token
     assert (told["longest_context"], told["context"], told["largest_batch"]) == (100, 30, 3)
     assert "one prompt of up to 100 tokens" in run("info", TINY, "--dtype", "float32").stdout
+
+
+def test_info_prints_the_bytes_of_8_bit_k_and_v():
+    per_token = 2 * 2 * 2 * (16 + 2)
+    asked = ["info", TINY, "--dtype", "float32", "--kv-cache-dtype", "int8"]
+    assert json.loads(run(*asked, "--json").stdout)["cache_bytes_per_token"] == per_token
+    shown = run(*asked).stdout
+    assert f"{per_token} B in int8" in shown
+    assert "tokens, in float32 and int8" in shown
 
 
 def test_info_prints_the_extra_bytes_of_twilight(tmp_path):

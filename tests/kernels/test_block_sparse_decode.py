@@ -8,7 +8,7 @@ from jsparse.pallas_kernels.block_sparse_decode import block_sparse_decode
 from jsparse.pallas_kernels.block_sparse_decode.cascade import cascade
 from jsparse.pallas_kernels.selected_attention import gathered, masked
 from jsparse.selection import Selection, nothing
-from tests.kernels.cases.block_sparse_decode import CASES, Case
+from tests.kernels.cases.block_sparse_decode import CASES, INT8_CASES, Case
 from tests.support.decode_checks import (
     assert_matches_dense,
     assert_reports_rounded_mean,
@@ -24,7 +24,10 @@ by_name = {case.name: case for case in CASES}
 
 @pytest.mark.parametrize(
     "case",
-    slow_except_named(CASES, "few_listed", "head_dim_96", "bits_newest_unlisted", "dense_and_bits"),
+    slow_except_named(
+        (*CASES, *INT8_CASES),
+        *("few_listed", "head_dim_96", "bits_newest_unlisted", "dense_and_bits", "int8_bits"),
+    ),
     ids=str,
 )
 def test_matches_dense_attention(case):

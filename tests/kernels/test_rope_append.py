@@ -7,9 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jsparse.cache import read_slots
 from jsparse.pallas_kernels.rope_append import rope_append
 from tests.kernels.cases.rope_append import CASES, Case
 from tests.support.marks import slow_except_named
+
+by_name = {case.name: case for case in CASES}
 
 
 @partial(jax.jit, static_argnames="dtype")
@@ -21,7 +24,9 @@ def turned_and_kept(qkv, table, scales, layer, positions, valid, dtype="float32"
 
 @pytest.mark.parametrize(
     "case",
-    slow_except_named([x for x in CASES if not x.broken], "paged", "several", "parts"),
+    slow_except_named(
+        [x for x in CASES if not x.broken and x.kept != "int8"], "paged", "several", "parts"
+    ),
     ids=str,
 )
 def test_heads_are_rotated_and_stored_in_the_newest_slot(case):
@@ -69,6 +74,26 @@ def test_heads_are_rotated_and_stored_in_the_newest_slot(case):
     if case.beside:
         np.testing.assert_array_equal(kept.bias, np.where(written, 0.0, 1.0))
         assert (np.asarray(kept.slot_positions) >= 0).sum() == written.sum()
+
+
+def test_heads_in_8_bits_are_returned_as_they_are_held():
+    heads, layer, positions, valid = by_name["int8"].build()
+    given = heads.qkv, heads.table, heads.scales
+    zeros = jnp.zeros(layer.k.shape, jnp.float32)
+    exact = turned_and_kept(*given, layer._replace(k=zeros, v=zeros), positions, valid)
+    q, k, v, kept = turned_and_kept(*given, layer, positions, valid)
+    np.testing.assert_array_equal(q, exact[0])
+    np.testing.assert_array_equal(kept.bias, exact[3].bias)
+    newest = jnp.maximum(layer.lengths - 1, 0)[..., None]
+    written = np.asarray((valid > 0)[:, None] & (layer.lengths <= layer.capacity))
+    for pool, held, own in zip(kept[:2], (k, v), exact[1:3], strict=True):
+        wanted = pool.rounded(own.swapaxes(1, 2))
+        np.testing.assert_array_equal(held.swapaxes(1, 2), wanted)
+        assert np.abs(wanted - own.swapaxes(1, 2)).max() > 0
+        read = read_slots(pool, layer, newest)
+        np.testing.assert_array_equal(read[written], wanted[written])
+        before = read_slots(layer.k if pool is kept.k else layer.v, layer, newest)
+        np.testing.assert_array_equal(read[~written], before[~written])
 
 
 def test_arguments_that_do_not_fit_are_refused():

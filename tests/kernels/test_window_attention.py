@@ -8,6 +8,7 @@ import pytest
 
 from jsparse.pallas_kernels.window_attention import reference, window_attention
 from tests.kernels.cases.window_attention import CASES
+from tests.support.dense_attention import numbers
 from tests.support.marks import slow_except_named
 
 by_name = {case.name: case for case in CASES}
@@ -21,7 +22,7 @@ def slowly(inputs, group, over="competing"):
     """
     queries, positions, layer, competing = inputs
     (batch, kv_heads), size = layer.lengths.shape, layer.page_size
-    pool = np.asarray(layer.k, np.float64)
+    pool, reach = numbers(layer.k), getattr(layer.k, "reach", None)
     table = layer.block_table
     if table is None:
         table = np.arange(len(pool)).reshape(batch, kv_heads, -1)
@@ -32,6 +33,8 @@ def slowly(inputs, group, over="competing"):
         pages = np.asarray(table)[b, k, slots // size]
         if not chosen.any():
             continue
+        keys = np.asarray(pool[pages, slots % size], np.float64)
+        keys = keys if reach is None else keys * np.asarray(reach)[k]
         bias = 0.0 if layer.bias is None else np.asarray(layer.bias)[pages, slots % size]
         each = queries.shape[2] // kv_heads
         sets = []
@@ -39,7 +42,7 @@ def slowly(inputs, group, over="competing"):
         window = np.asarray(queries, np.float64)[b, :, k * each : (k + 1) * each]
         for position in range(max(newest - len(window), 0), newest):
             q = window[position % len(window)]
-            logits = q @ pool[pages, slots % size].T * q.shape[-1] ** -0.5 + bias
+            logits = q @ keys.T * q.shape[-1] ** -0.5 + bias
             if over == "held":
                 later = newest - 1 - position
                 logits[:, len(slots) - later :] = -np.inf

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import jsparse
+from jsparse.cache import KEY_REACH
 from jsparse.cache.key_constants import KEY_CONSTANTS, SPAN, KeyConstants, angles_at, rotated
 from jsparse.policies.clusters.boundary_classes import boundary_classes
 from jsparse.runtime import constants as module
@@ -18,6 +19,7 @@ from jsparse.runtime.constants import (
     fingerprint,
     key_constants,
     mid_and_scale,
+    reach_of,
 )
 from tests.support.model_tokenizers import tokenizer_of
 from tests.support.tiny import random_prompts, tiny_params
@@ -75,18 +77,23 @@ def test_mean_is_of_keys_before_rope_and_framed_keys_reach_as_far_as_queries():
     np.testing.assert_allclose(reach, size, rtol=1e-4)
 
 
+def test_reach_is_the_largest_key_of_a_pair():
+    keys = np.zeros((1, 3, 8), np.float32)
+    keys[0, 1, [1, 5]], keys[0, 2, 6] = (-7, 2), 3
+    np.testing.assert_array_equal(reach_of(jnp.asarray(keys)), [[1, 7, 3, 1]])
+
+
 def test_constants_are_made_once_per_model_and_kept_in_it(made):
     params, seen = fresh(), []
     report = lambda *progress: seen.append(progress)  # noqa: E731
     jsparse.generate(params, PROMPT, max_new_tokens=1, policy=POLICY, on_progress=report)
-    assert sorted(params.constants) == sorted(KEY_CONSTANTS)
+    assert sorted(params.constants) == sorted((*KEY_CONSTANTS, KEY_REACH))
     assert [done for phase, done, _ in seen if phase == "key constants"] == [0, 512]
     config = params.config
     shapes = {name: array.shape for name, array in params.constants.items()}
-    assert (
-        shapes
-        == KeyConstants((config.num_layers, 2, 16), (config.num_layers, 2, 8), (8,))._asdict()
-    )
+    by_pair = (config.num_layers, 2, 8)
+    framed = KeyConstants((config.num_layers, 2, 16), by_pair, (8,))
+    assert shapes == framed._asdict() | {KEY_REACH: by_pair}
     assert sorted(constants(params, jsparse.double_sparsity(budget=4))) == sorted(KEY_CONSTANTS)
     assert made == [params]
 
@@ -137,7 +144,7 @@ def test_save_writes_the_constants(made, tmp_path):
     constants(params, jsparse.twilight(jsparse.all_pages()))
     jsparse.save(params, tmp_path / "with")
     loaded = jsparse.load(tmp_path / "with")
-    assert sorted(loaded.constants) == sorted(KEY_CONSTANTS)
+    assert sorted(loaded.constants) == sorted((*KEY_CONSTANTS, KEY_REACH))
     for name, array in params.constants.items():
         np.testing.assert_array_equal(loaded.constants[name], array)
     path = tmp_path / "with" / "constants.safetensors"

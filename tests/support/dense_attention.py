@@ -9,6 +9,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from jsparse.cache import Int8Pages
 from tests.kernels.cases.block_sparse_decode import Inputs
 
 
@@ -43,12 +44,21 @@ def logsumexp(x: np.ndarray) -> float:
     return top if np.isneginf(top) else top + np.log(np.exp(x - top).sum())
 
 
+def numbers(pool: np.ndarray | Int8Pages) -> np.ndarray:
+    """Returns a pool's numbers, [pages, P, H], but for the reach of channels."""
+    if not isinstance(pool, Int8Pages):
+        return np.asarray(pool)
+    return np.asarray(pool.values, np.float64) * np.asarray(pool.scales, np.float64)[..., None]
+
+
 def expected(inputs: Inputs, sm_scale: float | None) -> Expected:
     """Computes attention of every query head, and all reports."""
     q = np.asarray(inputs.q, np.float64)
     layer = SimpleNamespace(
         **{name: jax.device_get(getattr(inputs.layer, name)) for name in inputs.layer._fields}
     )
+    reach = getattr(layer.k, "reach", None)
+    layer.k, layer.v = map(numbers, (layer.k, layer.v))
     fields = {
         name: jax.device_get(getattr(inputs.selection, name))
         for name in ("ids", "count", "bits", "dense")
@@ -71,6 +81,8 @@ def expected(inputs: Inputs, sm_scale: float | None) -> Expected:
         keys = np.array([layer.k[lies[s // size], s % size] for s in slots], np.float64).reshape(
             -1, q.shape[2]
         )
+        if reach is not None:
+            keys *= reach[k]
         values = np.array([layer.v[lies[s // size], s % size] for s in slots], np.float64).reshape(
             -1, q.shape[2]
         )

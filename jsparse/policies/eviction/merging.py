@@ -6,13 +6,13 @@ q̂·K'/√H. At q̂ its logit is the logsumexp of the rows' logits; for every o
 that (Gibbs' inequality). Source: HARD-KV (LSE-preserving merge).
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32
 
-from jsparse.cache import LayerCache, physical_pages, read_heads
+from jsparse.cache import LayerCache, placed, read_heads, rounded
 from jsparse.shapes import HeadFlags
 
 
@@ -38,20 +38,22 @@ def merged_slot(
     lse = jax.nn.logsumexp(logits, axis=-1)
     weights = jnp.where(slots, jnp.exp(logits - lse[..., None]), 0.0)
     mean_k, mean_v = (jnp.sum(weights[..., None] * rows, axis=2) for rows in (k, v))
-    mean_k = mean_k.astype(kv.k.dtype)
+    mean_k, mean_v = (
+        rounded(pool, row[:, :, None])[:, :, 0] for pool, row in ((kv.k, mean_k), (kv.v, mean_v))
+    )
     # from the rounded key, so that the logit at the query is exact
     at_query = scale * jnp.sum(mean_k.astype(jnp.float32) * query, axis=-1)
-    return MergedSlot(mean_k, mean_v.astype(kv.v.dtype), lse - at_query)
+    return MergedSlot(mean_k, mean_v, lse - at_query)
 
 
 def put_slot(layer: LayerCache, slot: int, merged: MergedSlot, where: HeadFlags) -> LayerCache:
     """Writes a merged row into one slot of the marked heads."""
-    logical = jnp.full((*layer.lengths.shape, 1), slot // layer.page_size, jnp.int32)
-    page = jnp.where(where, physical_pages(layer, logical)[..., 0], layer.k.shape[0])
+    slots = jnp.full((*layer.lengths.shape, 1), slot, jnp.int32)
 
-    def put(pool: Array, rows: Array) -> Array:
-        return pool.at[page, slot % layer.page_size].set(rows.astype(pool.dtype), mode="drop")
+    def put(pool: Any, rows: Array) -> Any:
+        return placed(pool, layer, slots, where[..., None], rows[:, :, None])
 
     assert layer.bias is not None
-    k, v = layer.arrays
-    return layer._replace(k=put(k, merged.k), v=put(v, merged.v), bias=put(layer.bias, merged.bias))
+    return layer._replace(
+        k=put(layer.k, merged.k), v=put(layer.v, merged.v), bias=put(layer.bias, merged.bias)
+    )

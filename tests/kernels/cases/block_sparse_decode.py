@@ -15,7 +15,7 @@ import numpy as np
 from jsparse.cache import LayerCache
 from jsparse.cache.key_constants import SPAN, KeyFrame, angles_at
 from jsparse.selection import Granularity, Selection
-from tests.kernels.cases.named import Named, packed, put, ragged
+from tests.kernels.cases.named import Named, in_int8, packed, put, ragged
 
 JUNK = 1e30
 Inputs = namedtuple("Inputs", "q layer selection")
@@ -36,6 +36,7 @@ class Case(Named):
         table: the block table; with "shared", heads have pages in common.
         spread: standard deviation of the logits. From 100 on all numbers are whole, so that logits
             are exact.
+        int8: whether K and V are in 8 bits, and K has a reach.
     """
 
     batch: int = 2
@@ -55,6 +56,7 @@ class Case(Named):
     sm_scale: float | None = None
     spread: float = 1.0
     dtype: str = "float32"
+    int8: bool = False
 
     @property
     def slots(self) -> int:
@@ -74,11 +76,17 @@ class Case(Named):
         whole = np.rint if self.spread >= 100 else np.asarray
         shape = (pool_pages, self.page_size, self.head_dim)
         k, v = whole(rng.normal(size=shape) * self.spread), rng.normal(size=shape)
-        k[unread], v[unread] = JUNK, -JUNK
+        if self.int8:
+            half = np.exp(rng.normal(size=(self.kv_heads, self.head_dim // 2)))
+            k = in_int8(k, self.dtype, np.tile(half, 2), junk=unread)
+            v = in_int8(v, self.dtype, junk=unread)
+        else:
+            k[unread], v[unread] = JUNK, -JUNK
         bias = rng.normal(size=shape[:2]) if self.bias else None
         q = whole(rng.normal(size=(self.batch, self.kv_heads * self.group, self.head_dim)))
-        with np.errstate(over="ignore"):  # JUNK is infinite in float16
-            k, v = put(k, self.dtype), put(v, self.dtype)
+        if not self.int8:
+            with np.errstate(over="ignore"):  # JUNK is infinite in float16
+                k, v = put(k, self.dtype), put(v, self.dtype)
         table = None if self.table == "identity" else put(table)
         layer = LayerCache(k, v, put(lengths), block_table=table, bias=put(bias, np.float32))
         return Inputs(put(q, self.dtype), layer, selection)
@@ -189,4 +197,16 @@ CASES = (
     Case("sm_scale", sm_scale=0.3),
     Case("huge_logits", spread=1e4),
     Case("bfloat16", dtype="bfloat16", table="scrambled", bits=True),
+)
+INT8_CASES = (
+    Case("int8", int8=True, table="scrambled", bias=True),
+    Case("int8_bits", int8=True, bits=True, head_dim=96, group=3, page_size=8),
+    Case(
+        "int8_dense",
+        int8=True,
+        dense="mixed",
+        dtype="bfloat16",
+        head_dim=128,
+        num_pages=24,
+    ),
 )

@@ -13,7 +13,7 @@ import numpy as np
 
 from jsparse.cache import FreeList, LayerCache
 from jsparse.selection import Selection
-from tests.kernels.cases.named import Named, packed, put
+from tests.kernels.cases.named import Named, in_int8, packed, put
 
 Inputs = namedtuple("Inputs", "layer keep rewrite")
 
@@ -33,6 +33,7 @@ class Case(Named):
         dense: whether every other head is marked dense.
         table: "identity", or "scrambled" with a free list.
         fields: whether the layer has bias and slot_positions.
+        int8: whether K and V are in 8 bits.
     """
 
     batch: int = 2
@@ -47,6 +48,7 @@ class Case(Named):
     dense: bool = False
     table: Literal["identity", "scrambled"] = "identity"
     fields: bool = False
+    int8: bool = False
     dtype: str = "float32"
 
     @property
@@ -63,9 +65,14 @@ class Case(Named):
         table, free, pool_pages = _pages(self, rng, lengths)
         shape = (pool_pages, self.page_size)
         every_other = np.arange(lengths.size).reshape(heads) % 2 == 0
+        whole = (*shape, self.head_dim)
+        pools = (
+            [in_int8(rng.normal(size=whole), self.dtype) for _ in range(2)]
+            if self.int8
+            else [_numbers(rng, whole, self.dtype) for _ in range(2)]
+        )
         layer = LayerCache(
-            k=_numbers(rng, (*shape, self.head_dim), self.dtype),
-            v=_numbers(rng, (*shape, self.head_dim), self.dtype),
+            *pools,
             lengths=put(lengths),
             block_table=table,
             free=free,
@@ -147,6 +154,7 @@ CASES = (
     Case("pages_of_8", page_size=8, num_pages=17, head_dim=128, table="scrambled"),
     Case("pages_of_64", page_size=64, num_pages=3, head_dim=256, table="scrambled", fields=True),
     Case("head_dim_96", head_dim=96, dtype="bfloat16", batch=3, table="scrambled", fields=True),
+    Case("int8", int8=True, head_dim=96, table="scrambled", fields=True),
     Case("bfloat16", dtype="bfloat16", head_dim=128, kept="last", table="scrambled", fields=True),
     Case(
         "many_chunks",

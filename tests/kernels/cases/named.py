@@ -9,7 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+
+from jsparse.cache import Int8Pages
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,21 @@ class Named(ABC):
 def put(x: Any, dtype: Any = None) -> Any:
     """Returns a numpy array on the device, without compiling a program; None stays None."""
     return None if x is None else jax.device_put(np.asarray(x, dtype))
+
+
+def in_int8(
+    x: np.ndarray, dtype: str, reach: np.ndarray | None = None, junk: np.ndarray | None = None
+) -> Int8Pages:
+    """Returns random numbers [pages, P, H] in 8 bits, of different sizes by token.
+
+    Tokens that are `junk` are huge, though finite.
+    """
+    values = np.clip(np.rint(40 * x), -127, 127)
+    scales = (1 + np.arange(values[..., 0].size) % 5).reshape(x.shape[:2]) / 100
+    scales = scales if junk is None else np.where(junk, 1e25, scales)
+    return Int8Pages(
+        put(values, np.int8), put(scales, jnp.bfloat16), put(reach, np.float32), jnp.dtype(dtype)
+    )
 
 
 def ragged(

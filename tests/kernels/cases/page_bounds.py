@@ -75,3 +75,7 @@ CASES = (
     _codes("codes_group_of_7", group=7, kv_heads=4, batch=3, table="scrambled"),
     _codes("codes_huge_logits", spread=1e4),
 )
+INT8_CASES = (
+    _whole("int8", int8=True, table="scrambled", num_pages=35),
+    _codes("codes_int8", int8=True, head_dim=40, page_size=24, num_pages=3),
+)

@@ -8,7 +8,7 @@ import numpy as np
 
 from jsparse.cache import LayerCache
 from jsparse.heads import Heads
-from tests.kernels.cases.named import Named, put
+from tests.kernels.cases.named import Named, in_int8, put
 
 Inputs = namedtuple("Inputs", "heads layer positions valid")
 
@@ -25,7 +25,7 @@ class Case(Named):
         beside: whether the cache also keeps biases and positions of slots.
         parts: number of parts of the input; None: it is whole.
         broken: whether heads of K and V contain a NaN and infinities.
-        dtype: dtype of the heads; that of the cache is `kept`.
+        dtype: dtype of the heads; that of the cache is `kept`, which may be "int8".
     """
 
     rows: int = 3
@@ -71,7 +71,11 @@ class Case(Named):
         )
         spare = 3 if self.paged else 0
         pool = rng.normal(size=(2, pairs * self.pages + spare, self.page_size, self.head_dim))
-        k, v = (put(part, self.kept) for part in pool)
+        if self.kept == "int8":
+            reach = np.tile(np.exp(rng.normal(size=(self.kv_heads, self.head_dim // 2))), 2)
+            k, v = in_int8(pool[0], self.dtype, reach), in_int8(pool[1], self.dtype)
+        else:
+            k, v = (put(part, self.kept) for part in pool)
         table = rng.permutation(pool.shape[1])[: pairs * self.pages]
         lengths = rng.integers(self.tokens, capacity + 1, (self.rows, self.kv_heads))
         lengths[0, 0], lengths[-1, 0], lengths[-1, -1] = self.tokens, capacity, capacity + 5
@@ -98,6 +102,9 @@ CASES = (
     Case("as_llama", heads=32, kv_heads=8, head_dim=128, dtype="bfloat16", kept="bfloat16"),
     Case("narrower_cache", dtype="float32", kept="bfloat16"),
     Case("broken", broken=True),
+    Case("int8", paged=True, normed=True, beside=True, kept="int8"),
+    Case("int8_as_llama", heads=32, kv_heads=8, head_dim=128, dtype="bfloat16", kept="int8"),
+    Case("int8_broken", broken=True, kept="int8"),
     Case("several", tokens=5, paged=True, normed=True, beside=True),
     Case("parts", parts=3, normed=True, beside=True, dtype="bfloat16", kept="bfloat16"),
 )

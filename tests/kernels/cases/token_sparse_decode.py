@@ -36,4 +36,7 @@ CASES = (
     ),
     _case("long_lists", num_pages=24, table="scrambled"),
     _case("long_lists_of_all", num_pages=24, listed="all", dense="mixed"),
+    _case("int8", int8=True, table="scrambled", bias=True),
+    _case("int8_dense", int8=True, dense="mixed", dtype="bfloat16", capacity=20),
+    _case("int8_long_lists", int8=True, num_pages=24, dtype="bfloat16", group=7),
 )

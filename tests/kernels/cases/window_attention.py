@@ -7,7 +7,7 @@ from typing import Literal
 import numpy as np
 
 from jsparse.cache import LayerCache
-from tests.kernels.cases.named import Named, put
+from tests.kernels.cases.named import Named, in_int8, put
 
 Inputs = namedtuple("Inputs", "queries positions layer competing")
 
@@ -21,6 +21,7 @@ class Case(Named):
         lengths: slots per head: "full", "ragged", or "short", fewer than queries.
         table: the block table, "identity" or "scrambled".
         bias: whether slots have one.
+        int8: whether K is in 8 bits, with a reach.
         first: the number of slots at the front that do not compete; the last W do not compete
             either.
     """
@@ -36,6 +37,7 @@ class Case(Named):
     table: Literal["identity", "scrambled"] = "identity"
     bias: bool = False
     first: int = 5
+    int8: bool = False
     dtype: str = "float32"
 
     def inputs(self, rng: np.random.Generator) -> Inputs:
@@ -51,6 +53,8 @@ class Case(Named):
         k = rng.normal(size=(pages, self.page_size, self.head_dim))
         table = rng.permutation(pages).reshape(*heads, self.num_pages)
         bias = rng.normal(size=k.shape[:2]) * 2
+        reach = np.exp(rng.normal(size=(self.kv_heads, self.head_dim)) / 2) if self.int8 else None
+        keys = in_int8(k, self.dtype, reach) if self.int8 else put(k, self.dtype)
         queries = 2 * rng.normal(
             size=(self.batch, self.window, self.kv_heads * self.group, self.head_dim)
         )
@@ -59,7 +63,7 @@ class Case(Named):
             put(queries, self.dtype),
             put(held.max(1) + (self.lengths != "short"), np.int32),
             LayerCache(
-                put(k, self.dtype),
+                keys,
                 put(np.zeros(k.shape), self.dtype),
                 put(held, np.int32),
                 block_table=put(table, np.int32) if self.table == "scrambled" else None,
@@ -80,4 +84,5 @@ CASES = (
     Case("group_of_7", group=7, window=20, page_size=24, num_pages=30, head_dim=40),
     Case("llama", kv_heads=8, group=4, head_dim=128, window=32, num_pages=40, dtype="bfloat16"),
     Case("head_dim_96", head_dim=96, dtype="float16"),
+    Case("int8", int8=True, table="scrambled", group=7, num_pages=12),
 )

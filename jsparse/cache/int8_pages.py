@@ -1,0 +1,123 @@
+"""Int8Pages, K or V of one layer in 8 bits.
+
+A token of a head is H integers and one scale, 1 + 2/H bytes per number. Channels of K differ in
+size, and some hardly vary, so keys are first divided by the reach of their channel, which is a
+constant of the model (`jsparse.cache.key_constants`): the largest |k| of the pair of channels that
+RoPE rotates together. Both channels of a pair have the same reach, so that a rotated key has it
+too, and every channel gets as many of the 255 integers at any position.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, BFloat16, Bool, Float, Float32, Int8, Int32
+
+from jsparse.cache.layers import LayerCache, PagePool
+from jsparse.cache.placing import placed
+from jsparse.cache.reading import read_heads, read_pages, read_slots
+
+KEY_REACH = "key_reach"  # the constant of a model with the reach of its keys
+LARGEST = 127  # -128 is not used, so that a number and its negative round alike
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("values", "scales", "reach"),
+    meta_fields=("of_type",),
+)
+@dataclass(frozen=True)
+class Int8Pages(PagePool):
+    """K or V of one layer: values · scales · reach.
+
+    Attributes:
+        values: the integers.
+        scales: the factor of each token. Its rounding is not an error: the integers are those for
+            the rounded factor.
+        reach: the factor of each channel of a KV head; None: 1. It is not part of the cache:
+            programs borrow it (`jsparse.cache.with_borrowed`).
+        of_type: the type in which values are read, the model's.
+    """
+
+    # jax also builds such trees of shapes, which are not arrays
+    __no_type_check__: ClassVar[bool] = True
+
+    values: Int8[Array, "pages P H"]
+    scales: BFloat16[Array, "pages P"]
+    reach: Float32[Array, "K H"] | None
+    of_type: Any
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """[pages, P, H]."""
+        pages, page_size, head_dim = self.values.shape
+        return pages, page_size, head_dim
+
+    @property
+    def dtype(self) -> Any:
+        """The type in which values are read."""
+        return self.of_type
+
+    @property
+    def slot_bytes(self) -> int:
+        """The bytes of one token."""
+        return self.values.shape[2] + self.scales.dtype.itemsize
+
+    def map_pages(self, function: Callable[[Array], Array]) -> "Int8Pages":
+        """Returns the pool with both of its arrays of pages replaced by the function's results."""
+        return replace(self, values=function(self.values), scales=function(self.scales))
+
+    def read_pages(self, layer: LayerCache, logical: Int32[Array, "B K n"]) -> Array:
+        """Returns selected pages of each head, [B, K, n, P, H]."""
+        return self._read(read_pages, layer, logical)
+
+    def read_slots(self, layer: LayerCache, slots: Int32[Array, "B K n"]) -> Array:
+        """Returns selected slots of each head, [B, K, n, H]."""
+        return self._read(read_slots, layer, slots)
+
+    def read_heads(self, layer: LayerCache) -> Array:
+        """Returns every slot of every head, [B, K, S, H]."""
+        return self._read(read_heads, layer)
+
+    def _read(self, read: Any, layer: LayerCache, *what: Array) -> Array:
+        return self._widened(read(self.values, layer, *what), read(self.scales, layer, *what))
+
+    def rounded(self, rows: Float[Array, "B K T H"]) -> Float[Array, "B K T H"]:
+        """Returns rows as they will be read; one with a NaN or infinity has no finite number."""
+        return self._widened(*self._narrowed(rows))
+
+    def written(
+        self,
+        layer: LayerCache,
+        slots: Int32[Array, "B K T"],
+        ok: Bool[Array, "B K T"],
+        rows: Float[Array, "B K T H"],
+    ) -> "Int8Pages":
+        """Returns the pool with rows written to the slots that are `ok`."""
+        values, scales = self._narrowed(rows)
+        return replace(
+            self,
+            values=placed(self.values, layer, slots, ok, values),
+            scales=placed(self.scales, layer, slots, ok, scales),
+        )
+
+    def _narrowed(
+        self, rows: Float[Array, "B K T H"]
+    ) -> tuple[Int8[Array, "B K T H"], BFloat16[Array, "B K T"]]:
+        """Returns the integers and the factors of rows."""
+        rows = rows.astype(jnp.float32)
+        rows = rows if self.reach is None else rows / self.reach[:, None]
+        scales = (jnp.max(jnp.abs(rows), axis=-1) / LARGEST).astype(jnp.bfloat16)
+        step = scales.astype(jnp.float32)[..., None]
+        nearest = jnp.round(rows / jnp.where(step == 0, 1.0, step))
+        return jnp.clip(nearest, -LARGEST, LARGEST).astype(jnp.int8), scales
+
+    def _widened(self, values: Int8[Array, "B K *n H"], scales: BFloat16[Array, "B K *n"]) -> Array:
+        rows = values.astype(jnp.float32) * scales.astype(jnp.float32)[..., None]
+        if self.reach is not None:
+            between = (1,) * (rows.ndim - 3)
+            rows *= self.reach.reshape(len(self.reach), *between, -1)
+        return rows.astype(self.of_type)
