@@ -35,7 +35,7 @@ import jax
 from bench.lib import kernel_ops, peers
 from bench.lib.arguments import report_parser
 from bench.lib.environment import describe
-from bench.lib.kernel_cases import CASES, GRIDS, AttentionCase, dense_shapes, shrunk
+from bench.lib.kernel_cases import CASES, GRIDS, INT8_CASES, AttentionCase, dense_shapes, shrunk
 from bench.lib.kernel_programs import Job, attention_job
 from bench.lib.kernel_rows import (
     Settings,
@@ -148,7 +148,7 @@ def _work(
 ) -> tuple[list[Job], dict[str, list[AttentionCase]]]:
     """Returns the requested jobs, and the cases of the requested grids."""
     limit, max_calls = _memory_limit(), 2 if tiny else 32
-    cases, grids = CASES, {name: GRIDS[name](limit) for name in names}
+    cases, grids = (*CASES, *INT8_CASES), {name: GRIDS[name](limit) for name in names}
     if tiny:
         cases = [shrunk(case) for case in cases]
         grids = {

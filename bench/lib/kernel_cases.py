@@ -11,7 +11,7 @@ from typing import Literal
 
 import numpy as np
 
-KV_HEADS, HEAD_DIM, ITEM_BYTES = 8, 128, 2
+KV_HEADS, HEAD_DIM = 8, 128
 ROTATED_BYTES = 256_000_000  # read by consecutive calls: several times an H200's L2 of 60 MB
 BATCHES, CONTEXTS = (1, 4, 8, 16), (8192, 16384, 32768, 65536, 131072)
 FRACTIONS = (0.5, 0.25, 0.1, 0.05, 0.02)
@@ -33,6 +33,7 @@ class AttentionCase:
         heads: N.
         capacity: C, in ids; None: the length of the longest list.
         flags: whether heads have dense flags, even if none is dense.
+        int8: whether K and V are in 8 bits, with a scale of 16 bits per token.
         small: whether the reference is also timed.
     """
 
@@ -50,6 +51,7 @@ class AttentionCase:
     heads: int = 32
     capacity: int | None = None
     flags: bool = False
+    int8: bool = False
     small: bool = False
 
     @property
@@ -68,9 +70,14 @@ class AttentionCase:
         return self.page if self.lists == "page" else 1
 
     @property
+    def slot_bytes(self) -> int:
+        """The bytes of K and V of a token."""
+        return 2 * (HEAD_DIM + 2 if self.int8 else HEAD_DIM * 2)
+
+    @property
     def pool_bytes(self) -> int:
         """The bytes of K and V."""
-        return 2 * self.pairs * self.context * HEAD_DIM * ITEM_BYTES
+        return self.pairs * self.context * self.slot_bytes
 
     def dense_heads(self, seed: int = 0) -> np.ndarray:
         """Returns the dense pairs as a mask.
@@ -120,7 +127,7 @@ class AttentionCase:
         """The bytes that a call must read: K and V of whole pages, ids and bits."""
         counts = self.counts()
         slots = int(np.where(self.dense_heads(), self.context, counts * self.unit).sum())
-        return 2 * slots * HEAD_DIM * ITEM_BYTES + int(counts.sum()) * (8 if self.bits else 4)
+        return slots * self.slot_bytes + int(counts.sum()) * (8 if self.bits else 4)
 
     @property
     def calls(self) -> int:
@@ -165,6 +172,13 @@ CASES = (
     AttentionCase("1168 rows of 128K b1", 1, 131072, 1168, lists="token"),
     AttentionCase("2621 rows of 128K b1", 1, 131072, 2621, lists="token"),
     AttentionCase("5242 rows of 128K b1", 1, 131072, 5242, lists="token"),
+)
+# not timed with other libraries, which do not have this format
+INT8_CASES = tuple(
+    replace(case, name=f"{case.name}, int8", int8=True, small=False)
+    for case in CASES
+    if case.name.partition(" b")[0] in ("dense 128K", "10% of 128K", "4096 of 128K")
+    and case.page == 16
 )
 
 

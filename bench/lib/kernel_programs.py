@@ -16,7 +16,7 @@ import numpy as np
 
 from bench.lib.kernel_cases import HEAD_DIM, KV_HEADS, AttentionCase
 from bench.lib.kernel_timing import TimedProgram
-from jsparse.cache import LayerCache
+from jsparse.cache import Int8Pages, LayerCache
 from jsparse.pallas_kernels.block_sparse_decode.api import block_sparse_decode
 from jsparse.pallas_kernels.token_sparse_decode.api import token_sparse_decode
 from jsparse.selection import MAX_BITS_PAGE, Selection
@@ -72,7 +72,18 @@ def cache(case: AttentionCase) -> LayerCache:
     """Returns a full cache."""
     shape = (case.pairs * case.num_pages, case.page, HEAD_DIM)
     bias = jnp.zeros(shape[:2]) if case.bias else None
-    return LayerCache(random(0, shape), random(1, shape), lengths(case), bias=bias)
+    k, v = (pool(seed, shape, int8=case.int8) for seed in range(2))
+    return LayerCache(k, v, lengths(case), bias=bias)
+
+
+def pool(seed: int, shape: tuple[int, ...], *, int8: bool) -> jax.Array | Int8Pages:
+    """Returns random pages of K (seed 0, with a reach if in 8 bits) or V."""
+    if not int8:
+        return random(seed, shape)
+    values = jnp.clip(jnp.round(37 * random(seed, shape, jnp.float32)), -127, 127)
+    scales = jnp.full(shape[:2], 1 / 37, jnp.bfloat16)
+    reach = None if seed else jnp.ones((KV_HEADS, HEAD_DIM))
+    return Int8Pages(values.astype(jnp.int8), scales, reach, jnp.dtype(jnp.bfloat16))
 
 
 def lengths(case: AttentionCase) -> jax.Array:
@@ -119,7 +130,7 @@ def attention_op(case: AttentionCase, implementation: str | None):
 
 def attention_job(case: AttentionCase, *, on_gpu: bool, max_calls: int) -> Job:
     """Returns the job of a case; on a CPU the reference replaces the kernels."""
-    kernels = {"page": ["mosaic", "triton"], "token": ["triton"]}[case.lists]
+    kernels = ["mosaic", "triton"] if case.lists == "page" and not case.int8 else ["triton"]
     names = kernels * on_gpu + ["reference"] * (case.small or not on_gpu)
     return Job(
         case.name,

@@ -27,7 +27,7 @@ LARGEST = 127  # -128 is not used, so that a number and its negative round alike
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=("values", "scales", "reach"),
-    meta_fields=("of_type",),
+    meta_fields=("of_type", "framed"),
 )
 @dataclass(frozen=True)
 class Int8Pages(PagePool):
@@ -40,6 +40,7 @@ class Int8Pages(PagePool):
         reach: the factor of each channel of a KV head; None: 1. It is not part of the cache:
             programs borrow it (`jsparse.cache.with_borrowed`).
         of_type: the type in which values are read, the model's.
+        framed: whether a reach must have been lent to read or write.
     """
 
     # jax also builds such trees of shapes, which are not arrays
@@ -49,6 +50,7 @@ class Int8Pages(PagePool):
     scales: BFloat16[Array, "pages P"]
     reach: Float32[Array, "K H"] | None
     of_type: Any
+    framed: bool = False
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -108,6 +110,7 @@ class Int8Pages(PagePool):
         self, rows: Float[Array, "B K T H"]
     ) -> tuple[Int8[Array, "B K T H"], BFloat16[Array, "B K T"]]:
         """Returns the integers and the factors of rows."""
+        self._require_reach()
         rows = rows.astype(jnp.float32)
         rows = rows if self.reach is None else rows / self.reach[:, None]
         scales = (jnp.max(jnp.abs(rows), axis=-1) / LARGEST).astype(jnp.bfloat16)
@@ -115,7 +118,15 @@ class Int8Pages(PagePool):
         nearest = jnp.round(rows / jnp.where(step == 0, 1.0, step))
         return jnp.clip(nearest, -LARGEST, LARGEST).astype(jnp.int8), scales
 
+    def _require_reach(self) -> None:
+        if self.framed and self.reach is None:
+            raise ValueError(
+                f"{KEY_REACH}: must be among the constants of ReadOnly, which programs pass to "
+                "step_view, to read or write K in 8 bits"
+            )
+
     def _widened(self, values: Int8[Array, "B K *n H"], scales: BFloat16[Array, "B K *n"]) -> Array:
+        self._require_reach()
         rows = values.astype(jnp.float32) * scales.astype(jnp.float32)[..., None]
         if self.reach is not None:
             between = (1,) * (rows.ndim - 3)

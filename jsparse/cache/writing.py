@@ -38,17 +38,18 @@ def init(spec: CacheSpec, *, fields: tuple[str, ...] = ()) -> KVCache:
             f"fields={fields}: unknown {sorted(unknown)}, must be among {OPTIONAL_FIELDS}"
         )
 
-    def pool() -> Array | PagePool:
+    def pool(*, framed: bool) -> Array | PagePool:
         shape = (pages, spec.page_size, spec.head_dim)
         if spec.kv_cache_dtype != "int8":
             return jnp.zeros(shape, spec.dtype)
         scales = jnp.zeros(shape[:2], jnp.bfloat16)
-        return Int8Pages(jnp.zeros(shape, jnp.int8), scales, None, jnp.dtype(spec.dtype))
+        dtype = jnp.dtype(spec.dtype)
+        return Int8Pages(jnp.zeros(shape, jnp.int8), scales, None, dtype, framed)
 
     def layer() -> LayerCache:
         return LayerCache(
-            k=pool(),
-            v=pool(),
+            k=pool(framed=True),
+            v=pool(framed=False),
             lengths=jnp.zeros(heads, jnp.int32),
             block_table=jnp.full((*heads, spec.num_pages), pages - 1, jnp.int32) if paged else None,
             free=FreeList(jnp.arange(pages, dtype=jnp.int32)[::-1] - 1, jnp.int32(pages - 1))

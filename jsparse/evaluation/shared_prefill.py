@@ -23,6 +23,7 @@ from jsparse.policies.expressions import as_policy
 from jsparse.policy import AnyPolicy, Policy
 from jsparse.runtime import capacity, chunk_attention, generate_options, turn
 from jsparse.runtime.compilation import clock, keep_compilations, program, waited
+from jsparse.runtime.constants import constants as own_constants
 from jsparse.runtime.host_reader import Generation, OnChunk
 from jsparse.runtime.prefill import (
     PrefillCarry,
@@ -145,6 +146,7 @@ def _prefilled(
     parts = [*chunks(prompts.tokens, prompts.lengths, [size] * -(-longest // size))]
     reader = _reader(policies)
     run, observed = prefill_chunk.on(mesh), observe.on(mesh)
+    read_only = ReadOnly(own_constants(params, reader))
     start = by_rank(prefill_start, mesh, sharded=("cache", "state"), static=("decoder", "policy"))
     carry = start(decoder, reader, *empty_rows_on(mesh)(spec, reader))
     states = [by_rank(first_state, mesh, static=("policy", "spec"))(p, spec) for p in policies]
@@ -154,14 +156,15 @@ def _prefilled(
 
     watching = [nth for nth, policy in enumerate(policies) if policy.uses_last_chunk]
     first, shapes = parts[0], partial(jax.tree.map, _shape)
-    run.ahead(decoder, reader, params.weights, *shapes((*first[:2], carry)), last=False)
+    arguments = decoder, reader, params.weights
+    run.ahead(*arguments, *shapes((*first[:2], carry)), read_only, last=False)
     for last in (False, True) if len(parts) > 1 else (True,):
         for nth in watching:
             observed.ahead(decoder, policies[nth], *shapes(arrays(first, nth)), last=last)
     begun()
     try:
         for part in parts:
-            carry = run(decoder, reader, params.weights, part.tokens, part.valid, carry, last=False)
+            carry = run(*arguments, part.tokens, part.valid, carry, read_only, last=False)
             for nth in watching:
                 last = part is parts[-1]
                 states[nth] = observed(decoder, policies[nth], *arrays(part, nth), last=last)

@@ -6,6 +6,7 @@ only fed; each of the others is the target of one decode step.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -39,8 +40,9 @@ class ForcedStep(NamedTuple):
 class Forcing(NamedTuple):
     """Prefilled prompts, and the tokens that every policy is fed.
 
-    `shared` has the prompts prefilled for dense() and the policies after it; `reference` has dense
-    attention's steps, whose logits stay on the device: steps · B · V float32.
+    `shared` has the prompts prefilled for dense() and the policies after it; `reference` has the
+    steps of dense attention over K and V in the model's type, whose logits stay on the device:
+    steps · B · V float32.
     """
 
     shared: SharedPrefill
@@ -50,7 +52,7 @@ class Forcing(NamedTuple):
 
     def steps(self, index: int) -> Iterator[ForcedStep]:
         """Iterates over the steps of policy `index` of `shared`, dispatched on demand."""
-        if index == 0:
+        if index == 0 and self.shared.spec.kv_cache_dtype == "auto":
             return iter(self.reference)
         return self._run(index, self.shared.session(index))
 
@@ -92,6 +94,7 @@ def force(
     Dense logits of all steps stay on the device (64 steps of 4 rows of 49,152 words: 50 MB), plus
     two caches while a policy decodes. dense() precedes the policies and need not be named.
     `max_new_tokens` is n, the number of decode steps; not even end tokens end a continuation early.
+    K and V of the reference are in the model's type, even if those of the policies are in 8 bits.
     `continuation` has the tokens to force, integers [B, n + 1]; None: dense attention's own,
     greedily. `on_progress` receives ("prefill" | "decode", done, total), in tokens of the prompt
     and steps of all policies. The others are arguments of `jsparse.generate`.
@@ -123,15 +126,16 @@ def force(
         lengths, limits = list(map(len, rows)), [max_new_tokens + 1] * len(rows)
         session.expect(*choose, prompts=lengths, limits=limits, keep_logits=True)
 
-    shared = prime(params, chosen, rows, spec, report, expect=expect)
+    shared = whole = prime(params, chosen, rows, spec, report, expect=expect)
+    if spec.kv_cache_dtype != "auto":  # the reference is not rounded
+        exact, sizes = replace(params, kv_cache_dtype="auto"), spec._replace(kv_cache_dtype="auto")
+        whole = prime(exact, (dense(),), rows, sizes, report)
     choose = (greedy, ()) if given is None else (forced, jnp.copy(given))
     with capacity.exhaustion(spec):
-        reference = list(_decode(shared.session(0), *choose, max_new_tokens))
+        reference = list(_decode(whole.session(0), *choose, max_new_tokens))
     report("decode", max_new_tokens, len(chosen) * max_new_tokens)
     first = (
-        jnp.argmax(shared.prefilled.logits, axis=-1).astype(jnp.int32)
-        if given is None
-        else given[0]
+        jnp.argmax(whole.prefilled.logits, axis=-1).astype(jnp.int32) if given is None else given[0]
     )
     tokens = jnp.stack([first, *(step.target for step in reference)])
     return Forcing(shared, reference, tokens, report)

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from bench.lib.kernel_cases import CASES, shrunk
+from bench.lib.kernel_cases import CASES, INT8_CASES, shrunk
 from bench.lib.kernel_programs import inputs
 from bench.lib.kernel_timing import (
     Event,
@@ -14,7 +14,7 @@ from bench.lib.kernel_timing import (
 from jsparse.selection.attended import read_tokens
 
 
-@pytest.mark.parametrize("case", CASES[:6:2], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*CASES[:6:2], INT8_CASES[2]], ids=lambda case: case.name)
 def test_bytes_are_those_of_the_selected_tokens(case):
     case = shrunk(case)
     _, lengths, selection = jax.jit(lambda: inputs(case, seed=3))()
@@ -27,7 +27,8 @@ def test_bytes_are_those_of_the_selected_tokens(case):
     tokens = int(
         np.asarray(jax.jit(read_tokens, static_argnums=2)(selection, lengths, case.page)).sum()
     )
-    assert case.bytes == 2 * 2 * 128 * tokens + 4 * words * int(np.asarray(selection.count).sum())
+    of_token = 2 * (128 + 2) if case.int8 else 2 * 2 * 128
+    assert case.bytes == of_token * tokens + 4 * words * int(np.asarray(selection.count).sum())
 
 
 def run_of(start: float, *durations: float) -> list[Event]:

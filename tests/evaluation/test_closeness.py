@@ -3,6 +3,8 @@
 Policies that share a prefill are compared with each one alone.
 """
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -102,6 +104,20 @@ def test_policy_is_measured_as_if_alone():
     exact, logits = alone()
     assert_measured(plain()[0], 0, exact, exact)
     assert_measured(plain()[0], len(PLAIN), exact, logits)
+
+
+@pytest.mark.slow
+def test_k_and_v_in_8_bits_are_compared_with_exact_ones():
+    """Also those of dense attention, whose distance is the cost of rounding."""
+    rounded = dataclasses.replace(params(), kv_cache_dtype="int8")
+    result = closeness(force(rounded, ["dense"], PROMPTS, max_new_tokens=STEPS, page_size=PAGE))
+    exact, _ = alone()
+    np.testing.assert_array_equal(result.tokens, plain()[0].tokens)
+    tokens = np.asarray(result.tokens, np.int32)
+    logits = log_softmax(engine_logits(rounded, "dense", PROMPTS, tokens, page_size=PAGE))[1:]
+    assert result.policies == ("dense()",)
+    assert_measured(result, 0, exact, logits)
+    assert 1e-6 < result.kl.mean() < 1e-2
 
 
 @pytest.mark.slow
