@@ -22,7 +22,7 @@ def check_list(op: str, granularity: str, layer: LayerCache, selection: Selectio
 
 def not_in_arrays(layer: LayerCache) -> str | None:
     """Returns why a kernel cannot read K and V unless each is one array, or None."""
-    if layer.tiers is not None:
+    if layer.on_host:
         return "takes K and V on the device"
     return "takes K and V of the model's type" if isinstance(layer.k, PagePool) else None
 

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, BFloat16, Bool, Float, Float32, Int8, Int32
 
-from jsparse.cache.layers import LayerCache, PagePool
+from jsparse.cache.layers import LayerCache, PagePool, TieredPool
 from jsparse.cache.placing import placed
 from jsparse.cache.reading import read_heads, read_pages, read_slots
 
@@ -34,9 +34,9 @@ class Int8Pages(PagePool):
     """K or V of one layer: values · scales · reach.
 
     Attributes:
-        values: the integers.
-        scales: the factor of each token. Its rounding is not an error: the integers are those for
-            the rounded factor.
+        values: the integers, int8[pages, P, H]; in host memory, a TieredPool of them.
+        scales: the factor of each token, bfloat16[pages, P], likewise. Its rounding is not an
+            error: the integers are those for the rounded factor.
         reach: the factor of each channel of a KV head; None: 1. It is not part of the cache:
             programs borrow it (`jsparse.cache.with_borrowed`).
         of_type: the type in which values are read, the model's.
@@ -46,8 +46,8 @@ class Int8Pages(PagePool):
     # jax also builds such trees of shapes, which are not arrays
     __no_type_check__: ClassVar[bool] = True
 
-    values: Int8[Array, "pages P H"]
-    scales: BFloat16[Array, "pages P"]
+    values: Any
+    scales: Any
     reach: Float32[Array, "K H"] | None
     of_type: Any
     framed: bool = False
@@ -68,9 +68,37 @@ class Int8Pages(PagePool):
         """The bytes of one token."""
         return self.values.shape[2] + self.scales.dtype.itemsize
 
-    def map_pages(self, function: Callable[[Array], Array]) -> "Int8Pages":
-        """Returns the pool with both of its arrays of pages replaced by the function's results."""
+    @property
+    def on_host(self) -> bool:
+        """Whether the pages are in host memory."""
+        return isinstance(self.values, TieredPool)
+
+    def map_pages(self, function: Callable[[Any], Any]) -> "Int8Pages":
+        """Returns the pool with both of its arrays, or their pools, replaced by the results."""
         return replace(self, values=function(self.values), scales=function(self.scales))
+
+    def with_host(self, host: "Int8Pages | None") -> "Int8Pages":
+        """Returns the pool with these integers and factors in host memory."""
+        if not (isinstance(self.values, TieredPool) and isinstance(self.scales, TieredPool)):
+            return self
+        return replace(
+            self,
+            values=self.values.with_host(host and host.values),
+            scales=self.scales.with_host(host and host.scales),
+        )
+
+    def take(self, rows: Int32[Array, "n"], batch: int) -> "Int8Pages":
+        """Returns the arrays of some of `batch` rows, as a pool; those of all pages are shared."""
+        return self.map_pages(lambda x: x.take(rows, batch) if isinstance(x, PagePool) else x)
+
+    def put(self, part: "Int8Pages", rows: Int32[Array, "n"], batch: int) -> "Int8Pages":
+        """Returns the pool with a part from `take` in the place of these rows."""
+
+        def put(x: Any, other: Any) -> Any:
+            return x.put(other, rows, batch) if isinstance(x, PagePool) else other
+
+        values, scales = put(self.values, part.values), put(self.scales, part.scales)
+        return replace(part, values=values, scales=scales)
 
     def read_pages(self, layer: LayerCache, logical: Int32[Array, "B K n"]) -> Array:
         """Returns selected pages of each head, [B, K, n, P, H]."""

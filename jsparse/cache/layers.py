@@ -17,7 +17,7 @@ class PagePool(ABC):
 
     @property
     @abstractmethod
-    def shape(self) -> tuple[int, int, int]:
+    def shape(self) -> tuple[int, ...]:
         """[pages, P, H]."""
 
     @property
@@ -56,12 +56,24 @@ class PagePool(ABC):
     ) -> Self:
         """Returns the pool with rows [B, K, T, H] written to the slots that are `ok`."""
 
-    def map_pages(self, function: Callable[[Array], Array]) -> Self:
-        """Returns the pool with its arrays of pages replaced by the function's results.
+    @property
+    @abstractmethod
+    def on_host(self) -> bool:
+        """Whether the pages are in host memory, with the newest on the device."""
 
-        Pages in host memory raise NotImplementedError.
+    @abstractmethod
+    def map_pages(self, function: Callable[[Any], Any]) -> Any:
+        """Returns the pool with each of its arrays of pages replaced by the function's result.
+
+        In host memory, these are TieredPools.
         """
-        raise NotImplementedError
+
+    def with_host(self, host: Any) -> Self:
+        """Returns the pool with its pages in host memory, borrowed for one program.
+
+        They are what HostPages holds; None: none.
+        """
+        return self
 
     def take(self, rows: Int32[Array, "n"], batch: int) -> Self:
         """Returns the arrays of some of `batch` rows, as a pool; those of all pages are shared."""
@@ -90,16 +102,12 @@ class TieredPool(PagePool):
     def resident_first(self, layer: "LayerCache") -> Int32[Array, "B K 1"]:
         """Returns each head's first page in `resident`; negative for heads without pages there."""
 
-    @abstractmethod
-    def with_host(self, host: Array | None) -> Self:
-        """Returns the pool with its pages in host memory, borrowed for one program."""
-
 
 class HostPages(NamedTuple):
-    """The pages of one layer in host memory, [pages, P, H] each."""
+    """The pages of one layer in host memory, [pages, P, H] each, or Int8Pages of such arrays."""
 
-    k: Array
-    v: Array
+    k: Array | PagePool
+    v: Array | PagePool
 
 
 class FreeList(NamedTuple):
@@ -152,10 +160,9 @@ class LayerCache(NamedTuple):
     prefixes: SharedPrefixes | None = None
 
     @property
-    def tiers(self) -> tuple[TieredPool, TieredPool] | None:
-        """The pools of K and V if they are in host memory; None if they are on the device."""
-        k, v = self.k, self.v
-        return (k, v) if isinstance(k, TieredPool) and isinstance(v, TieredPool) else None
+    def on_host(self) -> bool:
+        """Whether K and V are in host memory, with the newest tokens on the device."""
+        return isinstance(self.k, PagePool) and self.k.on_host
 
     @property
     def arrays(self) -> tuple[Pages, Pages]:

@@ -10,7 +10,7 @@ from jsparse.cache.layers import LayerCache, PagePool
 from jsparse.cache.reading import physical_pages
 
 
-def map_pages(function: Callable[..., Array], pool: Any) -> Any:
+def map_pages(function: Callable[..., Any], pool: Any) -> Any:
     """Returns a pool whose arrays of pages are those of `pool` through a function; None: None."""
     if isinstance(pool, PagePool):
         return pool.map_pages(function)

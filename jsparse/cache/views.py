@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32
 
 from jsparse.cache.int8_pages import KEY_REACH, Int8Pages
-from jsparse.cache.layers import HostPages, KVCache, LayerCache
+from jsparse.cache.layers import HostPages, KVCache, LayerCache, PagePool
 from jsparse.ranks import own_part
 from jsparse.shapes import Rows
 
@@ -86,11 +86,10 @@ def without_borrowed(cache: KVCache) -> KVCache:
 
 
 def _with_host(layer: LayerCache, pages: HostPages | None) -> LayerCache:
-    if layer.tiers is None:
+    k, v = layer.k, layer.v
+    if not (layer.on_host and isinstance(k, PagePool) and isinstance(v, PagePool)):
         return layer
-    k, v = layer.tiers
-    k, v = k.with_host(pages and pages.k), v.with_host(pages and pages.v)
-    return layer._replace(k=k, v=v)
+    return layer._replace(k=k.with_host(pages and pages.k), v=v.with_host(pages and pages.v))
 
 
 def _with_reach(cache: KVCache, reach: Float32[Array, "L K half"] | None) -> KVCache:

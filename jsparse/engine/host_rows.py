@@ -19,7 +19,7 @@ from jsparse.engine.row_memory import DeviceRows, EvictingRows
 from jsparse.engine.slots import PrefillRows, Slots
 from jsparse.hooks import State
 from jsparse.host_memory.pages import Leaving
-from jsparse.host_memory.pool import pools
+from jsparse.host_memory.pool import with_pools
 from jsparse.host_memory.tails import in_tail, newest_pages
 from jsparse.policy import AnyPolicy, Policy
 from jsparse.runtime import capacity
@@ -80,8 +80,7 @@ class HostRows(DeviceRows):
         spec = self.decoding
 
         def of_all(layer: LayerCache) -> Pool:
-            k, v = (replace(pool, pages=spec.pages) for pool in pools(layer))
-            return Pool(k, v)
+            return Pool.of(with_pools(lambda pool: replace(pool, pages=spec.pages), layer))
 
         layers = self._store.in_tails(kv_cache.init(spec._replace(pool_pages=None))).layers
         return empty_rows(spec, tuple(map(of_all, layers))), self.policy.init(spec), ()

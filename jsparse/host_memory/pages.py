@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 from jaxtyping import Array, Int32
 
+from jsparse import cache as kv_cache
 from jsparse.cache import CacheSpec, HostPages, KVCache, LayerCache
 from jsparse.host_memory.tails import newest_pages
 from jsparse.machine import memory
@@ -17,7 +18,7 @@ from jsparse.shapes import Rows
 
 HostLayers = tuple[HostPages, ...]
 # pages of a layer that leave the device: their ids in host memory, and their K and V
-Leaving = tuple[Int32[Array, "B K n"], tuple[Array, Array]]
+Leaving = tuple[Int32[Array, "B K n"], tuple[Any, Any]]
 
 
 def host_sharding() -> SingleDeviceSharding:
@@ -60,14 +61,14 @@ def _programs() -> tuple[Any, Any]:
 
 def empty_pages(spec: CacheSpec) -> HostLayers:
     """Returns all layers' pages in host memory, filled with zeros."""
-    make, shape = _programs()[0], (spec.pages, spec.page_size, spec.head_dim)
+    make, shape = _programs()[0], _pages_of_a_layer(spec)
 
-    def pages() -> Array:
-        # the zeros are created on the device, so only one array at a time
-        return make(shape, jnp.dtype(spec.dtype)).block_until_ready()
+    def zeros(x: Any) -> Array:
+        # they are created on the device, so only one array at a time
+        return make(x.shape, x.dtype).block_until_ready()
 
     try:
-        return tuple(HostPages(pages(), pages()) for _ in range(spec.num_layers))
+        return tuple(jax.tree.map(zeros, shape) for _ in range(spec.num_layers))
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
@@ -100,21 +101,31 @@ def put(host: Sequence[HostPages], leaving: Sequence[Leaving]) -> HostLayers:
 
 
 def _put(pages: HostPages, leaving: Leaving) -> HostPages:
-    (ids, (k, v)), write = leaving, _programs()[1]
-    return HostPages(write(pages.k, ids, k), write(pages.v, ids, v))
+    (ids, newest), write = leaving, _programs()[1]
+    return jax.tree.map(lambda held, new: write(held, ids, new), pages, HostPages(*newest))
 
 
 def shapes(spec: CacheSpec) -> tuple[HostPages, ...]:
     """Returns the shapes of all layers' pages in host memory."""
-    shape, place = (spec.pages, spec.page_size, spec.head_dim), host_sharding()
-    page: Any = jax.ShapeDtypeStruct(shape, jnp.dtype(spec.dtype), sharding=place)
-    return (HostPages(page, page),) * spec.num_layers
+    place = host_sharding()
+
+    def placed(x: Any) -> Any:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
+
+    return (jax.tree.map(placed, _pages_of_a_layer(spec)),) * spec.num_layers
+
+
+def _pages_of_a_layer(spec: CacheSpec) -> HostPages:
+    """Returns the shapes of the pages of one layer."""
+    one = spec._replace(num_layers=1)
+    (layer,) = jax.eval_shape(lambda: kv_cache.init(one)).layers
+    return HostPages(layer.k, layer.v)
 
 
 def moved(cache: KVCache) -> HostLayers:
     """Returns the pages of a cache on the device, copied to host memory."""
     place = host_sharding()
     return tuple(
-        HostPages(*(jax.device_put(x, place, may_alias=False) for x in pages))
-        for pages in ((layer.k, layer.v) for layer in cache.layers)
+        jax.device_put(HostPages(layer.k, layer.v), place, may_alias=False)
+        for layer in cache.layers
     )

@@ -11,6 +11,7 @@ their pages on the device as well.
 """
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
@@ -19,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
-from jsparse.cache import LayerCache, TieredPool, physical_pages
+from jsparse.cache import LayerCache, TieredPool, map_pages, physical_pages
 from jsparse.pallas_kernels.row_gather import row_gather
 from jsparse.shapes import BlockTable, Lengths
 
@@ -31,7 +32,7 @@ from jsparse.shapes import BlockTable, Lengths
 )
 @dataclass(frozen=True)
 class HostPool(TieredPool):
-    """K or V of one layer.
+    """K or V of one layer, or the scales of K or V in 8 bits, which have no axis H.
 
     Attributes:
         ring: [B·K·R, P, H] on the device; page m of a head is page m mod R of its ring.
@@ -53,10 +54,9 @@ class HostPool(TieredPool):
     table: BlockTable | None = None
 
     @property
-    def shape(self) -> tuple[int, int, int]:
+    def shape(self) -> tuple[int, ...]:
         """[pages, P, H], the shape of an array with the same pages in one memory."""
-        _, page_size, head_dim = self.ring.shape
-        return self.pages, page_size, head_dim
+        return self.pages, *self.ring.shape[1:]
 
     @property
     def dtype(self) -> Any:
@@ -66,7 +66,16 @@ class HostPool(TieredPool):
     @property
     def slot_bytes(self) -> int:
         """The bytes of one token."""
-        return self.ring.shape[2] * self.dtype.itemsize
+        return math.prod(self.ring.shape[2:]) * self.dtype.itemsize
+
+    @property
+    def on_host(self) -> bool:
+        """True."""
+        return True
+
+    def map_pages(self, function: Callable[["HostPool"], Any]) -> Any:
+        """Returns the function's result for the pool."""
+        return function(self)
 
     def ring_pages(self, layer: LayerCache) -> int:
         """Returns R, the pages of each head's ring."""
@@ -211,9 +220,14 @@ def _pairs(layer: LayerCache) -> Int32[Array, "B K 1"]:
     return jnp.arange(batch * heads, dtype=jnp.int32).reshape(batch, heads, 1)
 
 
-def pools(layer: LayerCache) -> tuple[HostPool, HostPool]:
-    """Returns a layer's pools of K and V, which must be in host memory."""
-    k, v = layer.k, layer.v
-    assert isinstance(k, HostPool)
-    assert isinstance(v, HostPool)
-    return k, v
+def first_pool(layer: LayerCache) -> HostPool:
+    """Returns one of a layer's pools, which must be in host memory; all have the same pages."""
+    first = []
+    with_pools(first.append, layer)
+    assert isinstance(first[0], HostPool)
+    return first[0]
+
+
+def with_pools(function: Callable[[HostPool], Any], layer: LayerCache) -> LayerCache:
+    """Returns a layer with the function's result in place of every pool in host memory."""
+    return layer._replace(k=map_pages(function, layer.k), v=map_pages(function, layer.v))

@@ -1,13 +1,14 @@
 """Creates, refills and reads the tails of layers in host memory, and copies whole layers back."""
 
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
-from jsparse.cache import LayerCache, write
-from jsparse.host_memory.pool import HostPool, pools
+from jsparse.cache import LayerCache, map_pages, write
+from jsparse.host_memory.pool import HostPool, first_pool, with_pools
 from jsparse.pallas_kernels.row_gather import row_gather
 from jsparse.shapes import BlockTable, ChunkKV, Lengths, Rows, Tokens
 
@@ -37,8 +38,7 @@ def in_tail(
             table=table,
         )
 
-    k, v = map(pool, layer.arrays)
-    return layer._replace(k=k, v=v)
+    return layer._replace(k=map_pages(pool, layer.k), v=map_pages(pool, layer.v))
 
 
 def refilled(layer: LayerCache, *, resident: bool = False) -> LayerCache:
@@ -46,7 +46,7 @@ def refilled(layer: LayerCache, *, resident: bool = False) -> LayerCache:
 
     With `resident`, resident heads also get all their pages.
     """
-    k, v = pools(layer)
+    k = first_pool(layer)
     size = k.ring_pages(layer)
     newest = (layer.lengths[..., None] - 1) // layer.page_size
     pages = newest - jnp.arange(size, dtype=jnp.int32)
@@ -58,7 +58,7 @@ def refilled(layer: LayerCache, *, resident: bool = False) -> LayerCache:
         rows = row_gather(pool.host, ids)
         return replace(pool, ring=pool.ring.at[at].set(rows, mode="drop"))
 
-    k, v = ring(k), ring(v)
+    layer = with_pools(ring, layer)
     if resident and k.resident is not None:
         count = (layer.lengths + layer.page_size - 1) // layer.page_size
         every = jnp.broadcast_to(jnp.arange(layer.num_pages), (*count.shape, layer.num_pages))
@@ -69,8 +69,8 @@ def refilled(layer: LayerCache, *, resident: bool = False) -> LayerCache:
             rows = row_gather(pool.host, all_ids[:, heads], count[:, heads])
             return replace(pool, resident=rows.reshape(-1, *pool.shape[1:]))
 
-        k, v = filled(k), filled(v)
-    return layer._replace(k=k, v=v)
+        layer = with_pools(filled, layer)
+    return layer
 
 
 def whole(
@@ -86,9 +86,9 @@ def whole(
     are ready, so that two layers are on the device only briefly. (XLA drops this order unless the
     returned q is used.)
     """
-    if layer.tiers is None:
+    if not layer.on_host:
         return layer, q
-    k, v = pools(layer)
+    k = first_pool(layer)
     first = layer.lengths - valid[:, None]
     count = (first + layer.page_size - 1) // layer.page_size
     pages = jnp.arange(layer.num_pages, dtype=jnp.int32)
@@ -99,22 +99,23 @@ def whole(
         assert pool.host is not None
         return row_gather(pool.host, ids, count).reshape(pool.shape)
 
-    earlier = layer._replace(k=fetched(k), v=fetched(v))
+    earlier = with_pools(fetched, layer)
     return write(earlier, *new, positions, valid, first), q
 
 
 def newest_pages(
     layer: LayerCache, first: Lengths, max_new: int
-) -> tuple[Int32[Array, "B K n"], tuple[Array, Array]]:
+) -> tuple[Int32[Array, "B K n"], tuple[Any, Any]]:
     """Returns the ids and contents of the pages of at most `max_new` tokens from `first` on.
 
-    Ids are physical; -1: no page.
+    Ids are physical; -1: no page. Contents are like the pages of HostPages.
     """
-    k, v = pools(layer)
+    k = first_pool(layer)
     count = min(-(-max_new // layer.page_size) + 1, k.ring_pages(layer))
     page = first[..., None] // layer.page_size + jnp.arange(count, dtype=jnp.int32)
     exists = page * layer.page_size < layer.lengths[..., None]
     exists &= (first < layer.lengths)[..., None]
     ids = jnp.where(exists, k.host_pages(layer, jnp.minimum(page, layer.num_pages - 1)), -1)
     at = k.ring_at(layer, page)
-    return ids, (k.ring[at], v.ring[at])
+    newest = with_pools(lambda pool: pool.ring[at], layer)
+    return ids, (newest.k, newest.v)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
 from jsparse.cache import LayerCache
-from jsparse.host_memory.pool import pools
+from jsparse.host_memory.pool import HostPool, with_pools
 from jsparse.pallas_kernels.token_sparse_decode import token_sparse_decode
 from jsparse.policy import Offload
 from jsparse.selection import Selection, everything
@@ -41,7 +41,7 @@ def attend(
 ) -> AttentionOut:
     """Attends as `op` does; `reads` is that of `Offload`."""
     options = {"stats": stats, "dtype": dtype}
-    if layer.tiers is None or _way(reads, selection) == "in_place":
+    if not layer.on_host or _way(reads, selection) == "in_place":
         return op(q, layer, selection, **options)
     pages, listed, ids = compacted(layer, _sparse(selection))
     out = op(q, pages, listed, **options)
@@ -92,13 +92,15 @@ def compacted(
     bits = None if selection.bits is None else jnp.where(valid, selection.bits, jnp.uint32(0))
     # the newest token is the last one listed, and all entries before it are full
     lengths = jnp.where(layer.lengths > 0, (number - 1) * size + (layer.lengths - 1) % size + 1, 0)
-    place, pages = _place(layer, selection, ids), []
-    for pool in pools(layer):
+    place = _place(layer, selection, ids)
+
+    def fetched(pool: HostPool) -> Array:
         rows = pool.with_ring(layer, *place, pool.fetched(layer, *place, number))
         pad = -capacity % layer.page_size if size == 1 else 0
         rows = jnp.pad(rows, ((0, 0), (0, 0), (0, pad), *((0, 0),) * (rows.ndim - 3)))
-        pages.append(rows.reshape(-1, layer.page_size, rows.shape[-1]))
-    compact = layer._replace(k=pages[0], v=pages[1], lengths=lengths, block_table=None)
+        return rows.reshape(-1, *pool.shape[1:])
+
+    compact = with_pools(fetched, layer)._replace(lengths=lengths, block_table=None)
     return compact, replace(selection, ids=jnp.where(valid, nth, 0), count=count, bits=bits), ids
 
 

@@ -55,11 +55,6 @@ class OnHost:
             raise ValueError(
                 f"tensor_parallel_size={self._mesh.size}: must be 1 with K and V in host memory"
             )
-        if spec.kv_cache_dtype != "auto":
-            raise ValueError(
-                f"kv_cache_dtype={spec.kv_cache_dtype!r}: must be 'auto' with K and V in host "
-                "memory"
-            )
         require_offloadable("policy", policy)
         for layer in range(spec.num_layers):
             if policy.stats(layer) not in (None, "listed_logits"):

@@ -62,7 +62,7 @@ def _triton():
 def _not_triton(
     q: Float[Array, "B N H"], layer: LayerCache, *_: Any, stats: StatsKind | None, **__: Any
 ) -> str | None:
-    if layer.tiers:
+    if layer.on_host:
         return "takes K and V on the device"
     width = 1 << (q.shape[2] - 1).bit_length()  # the kernel pads to this
     most = MAX_FLOAT32 if q.dtype == jnp.float32 else MAX_QUERIES

@@ -14,7 +14,7 @@ import jax
 import triton
 import triton.language as tl
 
-from jsparse.cache import Int8Pages, LayerCache, key_constants
+from jsparse.cache import Int8Pages, LayerCache, TieredPool, key_constants
 from jsparse.cache.key_constants import KeyFrame
 from jsparse.pallas_kernels import key_bounds
 from jsparse.pallas_kernels.key_bounds import Bounds, PageBounds, PageBounds8
@@ -72,9 +72,11 @@ def bounds_append(
     k, ring, scales, reach = layer.k, 0, None, None
     if isinstance(k, Int8Pages):
         k, scales, reach = k.values, k.scales, k.reach
-    if layer.tiers is not None:  # touched pages are new, and therefore on the device
-        pool, _ = layer.tiers
-        k, ring = pool.ring, pool.ring_pages(layer)
+    # touched pages are new, and therefore on the device
+    if isinstance(scales, TieredPool):
+        scales = scales.ring
+    if isinstance(k, TieredPool):
+        k, ring = k.ring, k.ring_pages(layer)
     plan = AppendPlan(
         heads=layer.lengths.shape[1],
         pages=layer.num_pages,

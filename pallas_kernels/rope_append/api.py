@@ -18,7 +18,7 @@ def _load_triton():
 
 
 def _refusal(heads: Heads, layer: LayerCache, *_) -> str | None:
-    if layer.tiers:
+    if layer.on_host:
         return "takes K and V on the device"
     batch, tokens = heads.qkv.shape[-4:-2]
     if batch * tokens > MAX_HEADS:

@@ -56,8 +56,8 @@ def row_gather(
     Raises:
         ValueError: shapes or types do not match.
     """
-    if not 1 <= row_axes < max(pool.ndim, 2):
-        raise ValueError(f"row_axes={row_axes}: must be at least 1 and leave axes of {pool.shape}")
+    if not 1 <= row_axes <= max(pool.ndim, 1):
+        raise ValueError(f"row_axes={row_axes}: must be from 1 to the axes of {pool.shape}")
     if pool.ndim < 2:
         raise ValueError(f"pool.shape={pool.shape}: must be [rows, W] or have more axes")
     if 0 in pool.shape[:row_axes] and ids.size:

@@ -15,7 +15,6 @@ from jsparse.cache import (
     Int8Pages,
     LayerCache,
     PagePool,
-    TieredPool,
     physical_pages,
     read_slots,
 )
@@ -70,7 +69,8 @@ def products(
 def _by_kernel(q: Float[Array, "B K G H"], pool: Any) -> bool:
     """Returns whether the kernel supports these queries and keys here."""
     fits = q.shape[2] <= MAX_GROUP and q.shape[3] <= MAX_WIDTH and q.dtype == pool.dtype
-    return fits and not isinstance(pool, TieredPool) and no_triton() is None
+    on_host = isinstance(pool, PagePool) and pool.on_host
+    return fits and not on_host and no_triton() is None
 
 
 def weighted_sum(

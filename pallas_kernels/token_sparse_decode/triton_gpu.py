@@ -8,7 +8,7 @@ launch merges the units of every head.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
 
-from jsparse.cache import Int8Pages, LayerCache
+from jsparse.cache import Int8Pages, LayerCache, TieredPool
 from jsparse.pallas_kernels.merge_splits.api import merge_splits
 from jsparse.pallas_kernels.token_sparse_decode.listed_rows import products
 from jsparse.pallas_kernels.token_sparse_decode.triton_kernel import attend_kernel
@@ -244,6 +244,10 @@ def _inputs(
         with_newest(q, layer, selection, plan.scale) if plan.known else None,
         pools.k_scales,
         pools.v_scales,
+        pools.ring_k_scales,
+        pools.ring_v_scales,
+        pools.own_k_scales,
+        pools.own_v_scales,
         pools.reach,
     )
     return tuple(layer.lengths if array is None else array for array in arrays)
@@ -251,15 +255,22 @@ def _inputs(
 
 def tiers(layer: LayerCache) -> tuple[int, Pools]:
     """Returns the pages in the ring of a head, 0 without rings, and the pools of K and V."""
-    if isinstance(layer.k, Int8Pages) and isinstance(layer.v, Int8Pages):
-        k, v = layer.k, layer.v
-        scales = {"k_scales": k.scales, "v_scales": v.scales}
-        return 0, Pools(k.values, v.values, **scales, reach=k.reach)
-    if layer.tiers is None:
-        return 0, Pools(*layer.arrays)
-    k, v = layer.tiers
-    first = None if k.resident is None else k.resident_first(layer)
-    return k.ring_pages(layer), Pools(k.host, v.host, k.ring, v.ring, k.resident, v.resident, first)
+    ring, first, reach = 0, None, None
+    arrays: dict[str, Any] = {}
+    for name, pool in (("k", layer.k), ("v", layer.v)):
+        parts = {name: pool}
+        if isinstance(pool, Int8Pages):
+            parts = {name: pool.values, f"{name}_scales": pool.scales}
+            reach = pool.reach if name == "k" else reach
+        for part, held in parts.items():
+            if not isinstance(held, TieredPool):
+                arrays[part] = held
+                continue
+            resident = {} if held.resident is None else {f"own_{part}": held.resident}
+            arrays |= {part: held.host, f"ring_{part}": held.ring} | resident
+            ring = held.ring_pages(layer)
+            first = held.resident_first(layer) if resident else None
+    return ring, Pools(**arrays, own_first=first, reach=reach)
 
 
 def with_newest(

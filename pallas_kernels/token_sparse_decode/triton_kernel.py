@@ -21,7 +21,7 @@ from jsparse.pallas_kernels.token_sparse_decode.triton_reports import (
     store_by_slot,
     store_listed,
 )
-from jsparse.pallas_kernels.token_sparse_decode.triton_tiers import Pools, first_own_page, places
+from jsparse.pallas_kernels.token_sparse_decode.triton_tiers import Pools, first_own_page, place
 
 
 class LogitInputs(NamedTuple):
@@ -69,6 +69,10 @@ def attend_kernel(
     known_ptr,  # [pairs, G, capacity + 1]
     k_scales_ptr,  # [pool pages, P], if K and V are in 8 bits
     v_scales_ptr,  # [pool pages, P]
+    ring_k_scales_ptr,  # [pairs · ring, P]
+    ring_v_scales_ptr,  # [pairs · ring, P]
+    own_k_scales_ptr,  # [resident pages, P]
+    own_v_scales_ptr,  # [resident pages, P]
     reach_ptr,  # [K, H]
     pairs,
     capacity,
@@ -103,6 +107,10 @@ def attend_kernel(
         own_first_ptr if plan.resident else None,
         k_scales_ptr if plan.int8 else None,
         v_scales_ptr if plan.int8 else None,
+        ring_k_scales_ptr if plan.int8 and plan.ring > 0 else None,
+        ring_v_scales_ptr if plan.int8 and plan.ring > 0 else None,
+        own_k_scales_ptr if plan.int8 and plan.resident else None,
+        own_v_scales_ptr if plan.int8 and plan.resident else None,
         reach_ptr if plan.has_reach else None,
     )
     given = LogitInputs(
@@ -155,7 +163,9 @@ def attend(heads, pools, given, report, axes, head, split, plan: tl.constexpr):
         ahead = start + plan.block + offset
         slot_ahead, at_ahead, valid_ahead = find(heads, head, ahead, plan)
         inside = valid[:, None] & (col < plan.head_dim)
-        at_k, at_v = places(pools, head, own_first, slot, at, plan)
+        H: tl.constexpr = plan.head_dim
+        at_k = place(pools.k, pools.ring_k, pools.own_k, H, head, own_first, slot, at, plan)
+        at_v = place(pools.v, pools.ring_v, pools.own_v, H, head, own_first, slot, at, plan)
         if given.known is not None:
             lines = given.known + head.line * plan.group + row * (heads.capacity + 1)
             lines += (start + offset)[None, :]
@@ -163,7 +173,9 @@ def attend(heads, pools, given, report, axes, head, split, plan: tl.constexpr):
         else:
             k = tl.load(pools.k + at_k[:, None] + col, mask=inside, other=0)
             if plan.int8:
-                k_scale = tl.load(pools.k_scales + at, mask=valid, other=0).to(tl.float32)
+                scales, ring, own = pools.k_scales, pools.ring_k_scales, pools.own_k_scales
+                at_scale = place(scales, ring, own, 1, head, own_first, slot, at, plan)
+                k_scale = tl.load(scales + at_scale, mask=valid, other=0).to(tl.float32)
                 k = tl.trans(k)
                 sum_high, sum_low = tl.dot(q_high, k), tl.dot(q_low, k)
                 whole = sum_high.to(tl.float32) * 256 + sum_low.to(tl.float32)
@@ -173,7 +185,9 @@ def attend(heads, pools, given, report, axes, head, split, plan: tl.constexpr):
         v = tl.load(pools.v + at_v[:, None] + col, mask=inside, other=0)
         v_scale = None
         if plan.int8:
-            v_scale = tl.load(pools.v_scales + at, mask=valid, other=0).to(tl.float32)
+            scales, ring, own = pools.v_scales, pools.ring_v_scales, pools.own_v_scales
+            at_scale = place(scales, ring, own, 1, head, own_first, slot, at, plan)
+            v_scale = tl.load(scales + at_scale, mask=valid, other=0).to(tl.float32)
             v = v.to(tl.float32 if q.dtype == tl.float32 else tl.bfloat16)
         if given.bias is not None:
             logits += tl.load(given.bias + at, mask=valid, other=0.0)[None, :]

@@ -7,7 +7,7 @@ import triton.language as tl
 
 
 class Pools(NamedTuple):
-    """K and V; None for missing tiers."""
+    """K and V; None for missing arrays."""
 
     k: Any  # [pool pages, P, H], in host memory if there are rings
     v: Any  # [pool pages, P, H]
@@ -16,8 +16,12 @@ class Pools(NamedTuple):
     own_k: Any = None  # [resident pages, P, H]
     own_v: Any = None  # [resident pages, P, H]
     own_first: Any = None  # [B, K], a resident head's first page; -1 for the others
-    k_scales: Any = None  # [pool pages, P], if K and V are in 8 bits
+    k_scales: Any = None  # [pool pages, P], if K and V are in 8 bits, like the next five
     v_scales: Any = None  # [pool pages, P]
+    ring_k_scales: Any = None  # [pairs · ring, P]
+    ring_v_scales: Any = None  # [pairs · ring, P]
+    own_k_scales: Any = None  # [resident pages, P]
+    own_v_scales: Any = None  # [resident pages, P]
     reach: Any = None  # [K, H], of the channels of K
 
 
@@ -31,27 +35,23 @@ def first_own_page(pools, pair):
 
 
 @triton.jit
-def places(pools, head, own_first, slot, at, plan: tl.constexpr):
-    """Returns the elements at which rows of K and V start, counted from pools.k and pools.v.
+def place(base, ring_ptr, own_ptr, W: tl.constexpr, head, own_first, slot, at, plan: tl.constexpr):
+    """Returns the elements at which rows of W elements start, counted from `base`.
 
     The newest pages of a head are read from its ring, all pages of a resident head from the device,
-    and other pages from pools.k and pools.v.
+    and other pages from `base`.
     """
     P: tl.constexpr = plan.page_size
-    H: tl.constexpr = plan.head_dim
-    if pools.ring_k is not None:
+    start = at * W
+    if ring_ptr is not None:
         page = slot // P
         ring = (head.pair.to(tl.int64) * plan.ring + page % plan.ring) * P + slot % P
         here = page > head.newest // P - plan.ring
-        at_k = tl.where(here, away(pools.k, pools.ring_k) + ring * H, at * H)
-        at_v = tl.where(here, away(pools.v, pools.ring_v) + ring * H, at * H)
-    else:
-        at_k, at_v = at * H, at * H
-    if pools.own_first is not None:
+        start = tl.where(here, away(base, ring_ptr) + ring * W, start)
+    if own_ptr is not None:
         own = own_first.to(tl.int64) * P + slot
-        at_k = tl.where(own_first >= 0, away(pools.k, pools.own_k) + own * H, at_k)
-        at_v = tl.where(own_first >= 0, away(pools.v, pools.own_v) + own * H, at_v)
-    return at_k, at_v
+        start = tl.where(own_first >= 0, away(base, own_ptr) + own * W, start)
+    return start
 
 
 @triton.jit

@@ -1,6 +1,7 @@
 """Tests policies with K and V in host memory, beside test_policies_in_the_engine.py."""
 
 import re
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -30,9 +31,10 @@ ASKED = [(PROMPTS[0], 30), (BEGINNING + PROMPTS[1], 11), (PROMPTS[2], 25)]
 
 
 @shared
-def served(expression):
+def served(expression, kv_cache_dtype="auto"):
     """An engine of two slots, and the results of all requests in one batch."""
-    llm = tiny_llm(expression, max_num_seqs=2, ladder=((0, 16),))
+    params = replace(tiny_params(num_layers=2), kv_cache_dtype=kv_cache_dtype)
+    llm = tiny_llm(expression, params=params, max_num_seqs=2, ladder=((0, 16),))
     outs = llm.generate([ids for ids, _ in ASKED], [greedy(tokens) for _, tokens in ASKED])
     assert_at_rest(llm)
     return llm, outs
@@ -53,6 +55,13 @@ def generated(llm, out):
 @pytest.mark.parametrize("expression", slow_except([QUEST, *OTHERS], QUEST))
 def test_tail_is_copied_out_before_it_is_overwritten(expression):
     llm, (out, *_) = served(expression)
+    assert out.outputs[0].token_ids == generated(llm, out)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("expression", [QUEST, OTHERS[0]])
+def test_tails_in_8_bits_are_copied_out(expression):
+    llm, (out, *_) = served(expression, "int8")
     assert out.outputs[0].token_ids == generated(llm, out)
 
 

@@ -69,7 +69,7 @@ def test_wrong_calls_are_refused():
     for pool, row_axes, message in (
         (rows[:, 0], 1, r"pool.shape=\(4,\): must be \[rows, W\]"),
         (rows[:0], 1, r"pool.shape=\(0, 2\): must have a row"),
-        (rows, 2, r"row_axes=2: must be at least 1 and leave axes of \(4, 2\)"),
+        (rows, 3, r"row_axes=3: must be from 1 to the axes of \(4, 2\)"),
     ):
         with pytest.raises(ValueError, match=message):
             row_gather(pool, ids, row_axes=row_axes)

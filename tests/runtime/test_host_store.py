@@ -77,6 +77,19 @@ def test_host_memory_gives_the_bits_of_the_device(expression):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("expression", POLICIES)
+def test_host_memory_gives_the_bits_of_the_device_in_8_bits(expression):
+    rounded = replace(params(), kv_cache_dtype="int8")
+    tail = max(TAIL, parse(expression).reads or 0)
+    want, got = (
+        engine_logits(rounded, each, PROMPTS, FORCED[:, :20], page_size=PAGE, chunk=CHUNK)
+        for each in (expression, offloaded(expression, tail=tail))
+    )
+    np.testing.assert_array_equal(got, want)
+    assert np.abs(want - logits(expression)[:20]).max() > 0
+
+
+@pytest.mark.slow
 def test_prefetched_rows_give_the_same_results():
     got, want = logits(offloaded(LFPS, reads="gather")), logits(LFPS)
     np.testing.assert_array_equal(got, want)
@@ -171,7 +184,8 @@ def test_lengths_determine_the_pages_in_the_ring():
     pages = jnp.broadcast_to(jnp.arange(8, dtype=jnp.int32), (1, 2, 8))
     assert pool.ring_pages(layer) == 4
     np.testing.assert_array_equal(pool.on_ring(layer, pages)[0, 0], [0, 0, 1, 1, 1, 1, 1, 1])
-    filled = replace(pool, ring=pool.ring + 1.0).with_host(host.pages[0].k + 2.0)
+    there = jnp.full(pool.shape, 2.0)
+    filled = replace(pool, ring=pool.ring + 1.0).with_host(there)
     assert set(np.unique(filled.read_pages(layer, pages)[:, :, :2])) == {2.0}
     assert set(np.unique(filled.read_pages(layer, pages)[:, :, 2:])) == {1.0}
     assert set(np.unique(filled.with_host(None).read_pages(layer, pages))) == {1.0}

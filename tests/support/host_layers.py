@@ -4,7 +4,6 @@ import jax
 
 from jsparse.cache import HostPages, LayerCache
 from jsparse.host_memory.pages import host_sharding
-from jsparse.host_memory.pool import pools
 from jsparse.host_memory.tails import in_tail, refilled
 
 
@@ -27,5 +26,4 @@ def refill(layer, pages, ring, heads):
 
 
 def lent(layer: LayerCache, pages: HostPages) -> LayerCache:
-    k, v = pools(layer)
-    return layer._replace(k=k.with_host(pages.k), v=v.with_host(pages.v))
+    return layer._replace(k=layer.k.with_host(pages.k), v=layer.v.with_host(pages.v))

@@ -5,7 +5,7 @@ Tests, benchmarks and compute-sanitizer use the same cases.
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -51,6 +51,13 @@ def in_int8(
     return Int8Pages(
         put(values, np.int8), put(scales, jnp.bfloat16), put(reach, np.float32), jnp.dtype(dtype)
     )
+
+
+def as_type(pool: Any, dtype: Any, largest: float) -> Any:
+    """Returns a pool in another type, with JUNK cut off; in 8 bits, one that is read in it."""
+    if isinstance(pool, Int8Pages):
+        return replace(pool, of_type=jnp.dtype(dtype))
+    return jnp.clip(pool, -largest, largest).astype(dtype)
 
 
 def ragged(

@@ -16,7 +16,8 @@ from jsparse.pallas_kernels.block_sparse_decode.api import block_sparse_decode
 from jsparse.pallas_kernels.dispatch import no_mosaic
 from jsparse.pallas_kernels.merge_splits import merge_splits
 from jsparse.selection import Selection
-from tests.kernels.cases.block_sparse_decode import CASES, Case, Inputs
+from tests.kernels.cases.block_sparse_decode import CASES, INT8_CASES, Case, Inputs
+from tests.kernels.cases.named import as_type
 from tests.support.decode_checks import (
     assert_reports_rounded_mean,
     assert_rounds_o,
@@ -65,9 +66,9 @@ MANY = replace(
     BASE, name="many_heads", batch=64, kv_heads=8, num_pages=30, table="scrambled", bits=True
 )
 LONG = replace(BASE, name="long", num_pages=2500, batch=3, dense="mixed", table="scrambled")
-# pages and head dimensions that mosaic does not support
+# pages, head dimensions and K and V in 8 bits that mosaic does not support
 TAKEN = [case.page_size <= 64 and case.head_dim % 64 == 0 for case in CASES]
-WIDE = [case for case, taken in zip(CASES, TAKEN, strict=True) if not taken]
+WIDE = [*(case for case, taken in zip(CASES, TAKEN, strict=True) if not taken), *INT8_CASES]
 WHOLE = [case for case, taken in zip(CASES, TAKEN, strict=True) if taken]
 
 
@@ -81,7 +82,7 @@ def attend(inputs, implementation="mosaic", sm_scale=None, stats=None):
 
 def cast(inputs: Inputs, dtype) -> Inputs:
     top = float(jnp.finfo(dtype).max) / 4  # far enough from the largest not to round to infinity
-    k, v = (jnp.clip(pool, -top, top).astype(dtype) for pool in (inputs.layer.k, inputs.layer.v))
+    k, v = (as_type(pool, dtype, top) for pool in inputs.layer[:2])
     return Inputs(inputs.q.astype(dtype), inputs.layer._replace(k=k, v=v), inputs.selection)
 
 

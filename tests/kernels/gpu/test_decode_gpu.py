@@ -1,6 +1,7 @@
 """Tests whole decode steps on a GPU: kernels and references give a model the same logits."""
 
 import logging
+from dataclasses import replace
 from functools import cache
 
 import jax
@@ -78,14 +79,24 @@ def model(heads: int = 6, kv_heads: int = 2) -> Params:
     )
 
 
+@pytest.mark.parametrize("policy", [x for x in RUNS if x.startswith(("str", "quest", "tidal"))])
+def test_logits_of_k_and_v_in_8_bits_match_those_of_the_references(policy, caplog, monkeypatch):
+    rounded = replace(model(), kv_cache_dtype="int8")
+    assert_as_by_the_references(rounded, policy, "decode: triton", caplog, monkeypatch)
+
+
 @pytest.mark.parametrize("policy", RUNS, ids=str)
 def test_logits_match_those_of_the_references(policy, caplog, monkeypatch):
-    page_size, ran = RUNS[policy]
+    assert_as_by_the_references(model(), policy, RUNS[policy][1], caplog, monkeypatch)
+
+
+def assert_as_by_the_references(params, policy, ran, caplog, monkeypatch):
+    page_size, _ = RUNS[policy]
     prompts, forced = random_prompts(LENGTHS), random_tokens(len(LENGTHS), STEPS)
 
     def logits():
         jax.clear_caches()
-        return engine_logits(model(), policy, prompts, forced, page_size=page_size)
+        return engine_logits(params, policy, prompts, forced, page_size=page_size)
 
     with caplog.at_level(logging.DEBUG, logger="jsparse.kernels"):
         ours = logits()

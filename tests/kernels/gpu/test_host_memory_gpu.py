@@ -88,6 +88,8 @@ def test_host_memory_is_written_in_place():
         TOKENS("none", listed="none"),
         TOKENS("mixed", dense="mixed"),
         TOKENS("float32", dtype="float32", head_dim=64),
+        TOKENS("int8", int8=True),
+        TOKENS("int8_mixed", int8=True, dense="mixed"),
     ],
     ids=str,
 )
@@ -112,6 +114,7 @@ def test_tokens_are_read_in_place(case, heads, stats):
         PAGES("bits", bits=True),
         PAGES("mixed", dense="mixed"),
         PAGES("all", listed="all"),
+        PAGES("int8", int8=True),
     ],
     ids=str,
 )

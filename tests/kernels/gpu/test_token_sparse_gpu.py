@@ -11,6 +11,7 @@ import pytest
 from jsparse.pallas_kernels.token_sparse_decode import token_sparse_decode
 from jsparse.selection.partials import StatsKind
 from tests.kernels.cases.block_sparse_decode import JUNK, Case, Inputs
+from tests.kernels.cases.named import as_type
 from tests.kernels.cases.token_sparse_decode import CASES
 from tests.support.decode_checks import assert_reports_rounded_mean, assert_rounds_o
 
@@ -39,7 +40,7 @@ def attend(inputs, implementation="triton", sm_scale=None, stats=None):
 def cast(inputs: Inputs, dtype) -> Inputs:
     """Converts the inputs to another dtype, clipping JUNK, which float16 cannot represent."""
     top = float(jnp.finfo(dtype).max)
-    k, v = (jnp.clip(pool, -top, top).astype(dtype) for pool in (inputs.layer.k, inputs.layer.v))
+    k, v = (as_type(pool, dtype, top) for pool in inputs.layer[:2])
     return Inputs(inputs.q.astype(dtype), inputs.layer._replace(k=k, v=v), inputs.selection)
 
 
