@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
+from jsparse.cache import HostPages
 from jsparse.models.quantized import to_blocks
 from jsparse.pallas_kernels.block_sparse_decode import block_sparse_decode
 from jsparse.pallas_kernels.bounds_append import bounds_append
@@ -69,6 +70,7 @@ from tests.kernels.cases import table_update as table_cases
 from tests.kernels.cases import threshold_select as select_cases
 from tests.kernels.cases import token_sparse_decode as token_sparse_cases
 from tests.kernels.cases import window_attention as window_cases
+from tests.support.host_layers import lent, refill
 
 
 class Op(NamedTuple):
@@ -304,6 +306,14 @@ def bounds_append_inputs(case: Any) -> Any:
     )
 
 
+def on_host(case: Any) -> Any:
+    """Returns the inputs with K and V in host memory; without a table, head 1 is resident."""
+    q, layer, selection = case.build()
+    heads = () if layer.block_table is not None else (1,)
+    pages = HostPages(layer.k, layer.v)
+    return q, lent(jax.jit(refill, static_argnums=(2, 3))(layer, pages, 2, heads), pages), selection
+
+
 BOUNDS_CASES = "scrambled head_dim_40 bfloat16 codes codes_scrambled codes_head_dim_40"
 MOSAIC_CASES = [
     *(case for case in block_sparse_cases.CASES if case.head_dim < 256),
@@ -345,6 +355,13 @@ OPS = {
             "scrambled dense_and_sparse empty_list bfloat16_96 bfloat16_256 long_lists_of_all "
             "int8 int8_dense int8_long_lists",
         ),
+    ),
+    "token_sparse_host": Op(
+        partial(attention, token_sparse_decode, "triton"),
+        named(
+            token_sparse_cases.CASES, "scrambled dense_and_sparse int8_dense int8_long_lists int8"
+        ),
+        on_host,
     ),
     "block_sparse": Op(
         partial(attention, block_sparse_decode, "mosaic"),
