@@ -85,8 +85,7 @@ class Params:
     @property
     def types(self) -> str:
         """The names of the types of weights, K and V, for messages and records."""
-        weights = f"q8_0 and {self.dtype}" if self.quantized else str(self.dtype)
-        return weights if self.kv_cache_dtype == "auto" else f"{weights}, {self.kv_cache_dtype} KV"
+        return named_types(self.dtype, self.kv_cache_dtype, quantized=self.quantized)
 
     @property
     def decoder(self) -> Decoder:
@@ -254,6 +253,12 @@ def require_blocks_of(config: ModelConfig, ranks: int = 1) -> None:
         require_blocks(weight, ranks)
 
 
+def named_types(dtype: Any, kv_cache_dtype: str, *, quantized: bool) -> str:
+    """Returns the names of the types of weights, K and V, for messages and records."""
+    weights = f"q8_0 and {dtype}" if quantized else str(dtype)
+    return weights if kv_cache_dtype == "auto" else f"{weights}, {kv_cache_dtype} KV"
+
+
 def require_kv_cache_dtype(name: Any) -> None:
     """Raises ValueError unless K and V can be stored as `name` says."""
     if isinstance(name, str) and name.startswith("fp8"):
@@ -261,7 +266,7 @@ def require_kv_cache_dtype(name: Any) -> None:
             f"kv_cache_dtype={name!r}: must be 'int8', which is as small; 3 bits of mantissa are "
             "too few for keys"
         )
-    if name not in _KV_CACHE_DTYPES:
+    if not isinstance(name, str) or name not in _KV_CACHE_DTYPES:
         raise ValueError(f"kv_cache_dtype={name!r}: must be one of {list(_KV_CACHE_DTYPES)}")
 
 

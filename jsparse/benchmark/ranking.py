@@ -8,6 +8,7 @@ from jsparse.evaluation.store import Entry
 
 STEPS, REFUSED = "steps", "refused"
 KL, TURNS = "kl", ("passkey", "passkey_turn2")
+EXACT = {0: {"kl": 0.0, "agreement": 1.0}}  # the closeness of dense attention to itself
 NO_KL, NO_KEYS = "not compared with dense attention", "slower than the one to take"
 # minimum speedup over dense attention that is worth a difference in the text
 MIN_GAIN = 1.02
@@ -36,7 +37,7 @@ def ranked(entries: Sequence[Entry], requirements: Requirements) -> list[dict[st
             "policy": policy,
             "ms": timed and timed["ms"],
             "over_dense": dense_ms / timed["ms"] if timed else 0.0,
-            **_closeness(values.get((policy, KL), {}), of_dense=policy == DENSE),
+            **_closeness(values.get((policy, KL)) or (EXACT if policy == DENSE else {})),
             **_found(values, policy),
         }
         row["verdict"] = refused.get(policy) or _verdict(row, requirements)
@@ -44,9 +45,7 @@ def ranked(entries: Sequence[Entry], requirements: Requirements) -> list[dict[st
     return sorted(rows, key=lambda row: (bool(row["verdict"]), -row["over_dense"]))
 
 
-def _closeness(texts: Mapping[int, Mapping[str, float]], *, of_dense: bool) -> dict[str, Any]:
-    if of_dense:
-        return {"kl": 0.0, "agreement": 1.0}
+def _closeness(texts: Mapping[int, Mapping[str, float]]) -> dict[str, Any]:
     names = ("kl", "agreement")
     return {
         name: sum(text[name] for text in texts.values()) / len(texts) if texts else None

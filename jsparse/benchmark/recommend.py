@@ -19,6 +19,7 @@ from jsparse import __version__
 from jsparse.benchmark.ranking import KL, NO_KEYS, NO_KL, REFUSED, STEPS, TURNS, ranked
 from jsparse.benchmark.requirements import DENSE, MIN_LENGTH, PAGE_SIZE, Requirements, checked
 from jsparse.benchmark.steps import time_steps
+from jsparse.builder import dense
 from jsparse.evaluation.plan import Plan, Progress, plan, run
 from jsparse.evaluation.shared_prefill import bundle
 from jsparse.evaluation.store import Cell, Entry, ResultStore
@@ -238,7 +239,9 @@ def _fits(params: Params, requirements: Requirements, policies: Sequence[str], l
     """Returns whether prompts for all these policies fit, plus a copy for one to decode."""
     spec = capacity.cache_spec(params, [[]] * _rows(requirements), length, None, PAGE_SIZE)
     bundled = bundle(tuple(map(parse, policies)))
-    return capacity.fits(spec._replace(batch=2 * spec.batch), bundled)
+    doubled = spec._replace(batch=2 * spec.batch)
+    reference = doubled._replace(kv_cache_dtype="auto")  # whose cache precedes the others
+    return capacity.fits(doubled, bundled) and capacity.fits(reference, dense())
 
 
 def _groups(

@@ -138,25 +138,29 @@ class Int8Pages(PagePool):
         self, rows: Float[Array, "B K T H"]
     ) -> tuple[Int8[Array, "B K T H"], BFloat16[Array, "B K T"]]:
         """Returns the integers and the factors of rows."""
-        self._require_reach()
-        rows = rows.astype(jnp.float32)
-        rows = rows if self.reach is None else rows / self.reach[:, None]
+        reach, rows = self.lent_reach, rows.astype(jnp.float32)
+        rows = rows if reach is None else rows / reach[:, None]
         scales = (jnp.max(jnp.abs(rows), axis=-1) / LARGEST).astype(jnp.bfloat16)
         step = scales.astype(jnp.float32)[..., None]
         nearest = jnp.round(rows / jnp.where(step == 0, 1.0, step))
         return jnp.clip(nearest, -LARGEST, LARGEST).astype(jnp.int8), scales
 
-    def _require_reach(self) -> None:
+    @property
+    def lent_reach(self) -> Float32[Array, "K H"] | None:
+        """The reach, to read or write numbers.
+
+        ValueError: it must have been lent, and was not.
+        """
         if self.framed and self.reach is None:
             raise ValueError(
                 f"{KEY_REACH}: must be among the constants of ReadOnly, which programs pass to "
                 "step_view, to read or write K in 8 bits"
             )
+        return self.reach
 
     def _widened(self, values: Int8[Array, "B K *n H"], scales: BFloat16[Array, "B K *n"]) -> Array:
-        self._require_reach()
-        rows = values.astype(jnp.float32) * scales.astype(jnp.float32)[..., None]
-        if self.reach is not None:
+        reach, rows = self.lent_reach, values.astype(jnp.float32) * scales[..., None]
+        if reach is not None:
             between = (1,) * (rows.ndim - 3)
-            rows *= self.reach.reshape(len(self.reach), *between, -1)
+            rows *= reach.reshape(len(reach), *between, -1)
         return rows.astype(self.of_type)

@@ -11,7 +11,12 @@ import jax.numpy as jnp
 from jsparse.cache import CacheSpec
 from jsparse.hyper_parameters import whole_number
 from jsparse.machine import memory
-from jsparse.models.checkpoint import parse_weights, require_blocks_of, require_kv_cache_dtype
+from jsparse.models.checkpoint import (
+    named_types,
+    parse_weights,
+    require_blocks_of,
+    require_kv_cache_dtype,
+)
 from jsparse.models.config import ModelConfig
 from jsparse.models.config_files import FAMILIES, read_config, saved_in_blocks
 from jsparse.models.weights import Weight, list_weights
@@ -64,7 +69,8 @@ def describe(
         raise ValueError(f"context={context}: must be from 1 to {limit}, the model's maximum")
     ranks = tensor_parallel_size
     own = config.of_rank(ranks)
-    how = {"model": model, "ranks": ranks, "kv_cache_dtype": kv_cache_dtype}
+    types = named_types(dtype, kv_cache_dtype, quantized=weights is not None)
+    how = {"model": model, "types": types, "ranks": ranks, "kv_cache_dtype": kv_cache_dtype}
     sizes = _spec(own, -(-context // PAGE_SIZE), dtype)._replace(**how)
     policy = resolved(original, sizes)
     parameters = num_parameters(config)

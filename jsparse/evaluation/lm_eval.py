@@ -73,6 +73,7 @@ class JSparseLM(TemplateLM):
         page_size: int = 16,
         weights: str | None = None,
         tensor_parallel_size: int | str = 1,
+        kv_cache_dtype: str = "auto",
         device: str | None = None,
     ) -> None:
         """Loads the model.
@@ -88,6 +89,7 @@ class JSparseLM(TemplateLM):
             page_size: tokens per page, one of 8, 16, 32, 64.
             weights: "q8_0" stores matrices in 8-bit blocks.
             tensor_parallel_size: the number of devices for tensor parallelism.
+            kv_cache_dtype: "int8" stores K and V in 8 bits.
             device: ignored, since jax chooses; the harness' command always passes one.
 
         Raises:
@@ -103,7 +105,12 @@ class JSparseLM(TemplateLM):
         self._page_size, self._pretrained = page_size, pretrained
         ranks = positive_integer("tensor_parallel_size", tensor_parallel_size)
         self._params = load(
-            pretrained, dtype=dtype, weights=weights, revision=revision, tensor_parallel_size=ranks
+            pretrained,
+            dtype=dtype,
+            weights=weights,
+            revision=revision,
+            tensor_parallel_size=ranks,
+            kv_cache_dtype=kv_cache_dtype,
         )
         self.tokenizer = tokenizer_of(self._params, "the harness")
         maximum = self._params.config.max_position_embeddings

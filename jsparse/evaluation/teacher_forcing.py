@@ -108,35 +108,46 @@ def force(
     given = (
         None if continuation is None else _given(params, continuation, len(rows), max_new_tokens)
     )
+    exact = spec._replace(kv_cache_dtype="auto")
+    rounded, largest = spec != exact, max(spec.nbytes, exact.nbytes)
     needed, there = (
         4 * max_new_tokens * len(rows) * params.config.vocab_size,
         memory.available_bytes(),
     )
-    if needed + 2 * spec.nbytes > there:
+    if needed + 2 * largest > there:
         raise ValueError(
             f"max_new_tokens={max_new_tokens} for {len(rows)} prompt(s) takes "
             f"{memory.size(needed)} of dense logits and two caches of "
-            f"{memory.size(spec.nbytes)}: must fit in the {memory.size(there)} that are free"
+            f"{memory.size(largest)}: must fit in the {memory.size(there)} that are free"
         )
     report = on_progress or (lambda *_: None)
     table = jax.ShapeDtypeStruct((max_new_tokens + 1, len(rows)), jnp.int32)
+    choose = (greedy, ()) if given is None else (forced, table)
 
     def expect(index: int, session: Session) -> None:
-        choose = (greedy, ()) if index == 0 and given is None else (forced, table)
+        of_reference = index == 0 and session.deployment.spec.kv_cache_dtype == "auto"
         lengths, limits = list(map(len, rows)), [max_new_tokens + 1] * len(rows)
-        session.expect(*choose, prompts=lengths, limits=limits, keep_logits=True)
+        choice = choose if of_reference else (forced, table)
+        session.expect(*choice, prompts=lengths, limits=limits, keep_logits=True)
 
-    shared = whole = prime(params, chosen, rows, spec, report, expect=expect)
-    if spec.kv_cache_dtype != "auto":  # the reference is not rounded
-        exact, sizes = replace(params, kv_cache_dtype="auto"), spec._replace(kv_cache_dtype="auto")
-        whole = prime(exact, (dense(),), rows, sizes, report)
-    choose = (greedy, ()) if given is None else (forced, jnp.copy(given))
-    with capacity.exhaustion(spec):
-        reference = list(_decode(whole.session(0), *choose, max_new_tokens))
-    report("decode", max_new_tokens, len(chosen) * max_new_tokens)
-    first = (
-        jnp.argmax(whole.prefilled.logits, axis=-1).astype(jnp.int32) if given is None else given[0]
-    )
+    def referred(whole: SharedPrefill) -> tuple[list[ForcedStep], Rows]:
+        """Returns dense attention's steps and the first token."""
+        own = (greedy, ()) if given is None else (forced, jnp.copy(given))
+        with capacity.exhaustion(whole.spec):
+            steps = list(_decode(whole.session(0), *own, max_new_tokens))
+        report("decode", max_new_tokens, len(chosen) * max_new_tokens)
+        likeliest = jnp.argmax(whole.prefilled.logits, axis=-1).astype(jnp.int32)
+        return steps, likeliest if given is None else given[0]
+
+    if rounded:  # first, so that its cache is gone before there are others
+        unrounded = replace(params, kv_cache_dtype="auto")
+        reference, first = referred(
+            prime(unrounded, (dense(),), rows, exact, report, expect=expect)
+        )
+        shared = prime(params, chosen, rows, spec, report, expect=expect)
+    else:
+        shared = prime(params, chosen, rows, spec, report, expect=expect)
+        reference, first = referred(shared)
     tokens = jnp.stack([first, *(step.target for step in reference)])
     return Forcing(shared, reference, tokens, report)
 

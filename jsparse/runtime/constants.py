@@ -60,7 +60,8 @@ def constants(
         needed = tuple(dict.fromkeys((*needed, KEY_REACH)))
     for name in needed:
         if name in MAKERS and name not in params.constants:
-            params.constants.update(_found_or_made(params, MAKERS[name], report))
+            made = _found_or_made(params, MAKERS[name], report)
+            params.constants.update(made | params.constants)
     of_text = (BOUNDARY_CLASSES, BOUNDARY_CLASSES_OR_NONE)
     return {
         name: _boundary_classes(params, policy) if name in of_text else _placed(params, name)
@@ -151,9 +152,9 @@ def mid_and_scale(
 
 
 def reach_of(k: Float[Array, "K T H"]) -> Float32[Array, "K half"]:
-    """Returns the reach of each pair of channels of one layer; 1 for pairs that are 0."""
+    """Returns the reach of each pair of channels of one layer; 1 if that is 0 or not finite."""
     reach = _reach(k.astype(jnp.float32))
-    return jnp.where(reach > 0, reach, 1.0)
+    return jnp.where((reach > 0) & jnp.isfinite(reach), reach, 1.0)
 
 
 def _reach(k: Float32[Array, "K T H"]) -> Float32[Array, "K half"]:

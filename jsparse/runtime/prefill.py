@@ -179,7 +179,7 @@ def prefill_chunk(
         kv, q = whole(cache.layers[layer], q, (k, v), positions, valid)
         k, v = as_held(kv, k, v)
         o = attend_chunk(q, k, v, kv, valid)
-        k, v = finite(k), finite(v)  # as the cache holds them
+        k, v = finite(k), finite(v)  # as the cache holds those of sound rows
         if windows:
             windows[layer] = _shift_in(windows[layer], q, valid)
         window = windows[layer] if windows else q[:, :0]

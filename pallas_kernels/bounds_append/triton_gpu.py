@@ -71,7 +71,7 @@ def bounds_append(
     absent = layer.lengths  # placeholder for missing arrays; never read
     k, ring, scales, reach = layer.k, 0, None, None
     if isinstance(k, Int8Pages):
-        k, scales, reach = k.values, k.scales, k.reach
+        k, scales, reach = k.values, k.scales, k.lent_reach
     # touched pages are new, and therefore on the device
     if isinstance(scales, TieredPool):
         scales = scales.ring

@@ -120,7 +120,7 @@ def _pools(layer: LayerCache) -> tuple[Array | None, tuple[Array | None, ...]]:
     """Returns the reach of K's channels, and the pools: K, V, their scales, and the bias."""
     if isinstance(layer.k, Int8Pages) and isinstance(layer.v, Int8Pages):
         k, v = layer.k, layer.v
-        return k.reach, (k.values, v.values, k.scales, v.scales, layer.bias)
+        return k.lent_reach, (k.values, v.values, k.scales, v.scales, layer.bias)
     return None, (*layer.arrays, None, None, layer.bias)
 
 

@@ -58,7 +58,7 @@ def products(
 
         if isinstance(pool, Int8Pages):
             placed = _placed(pool.values, layer, slots)
-            return products_triton.products(q, *placed, pool.scales.reshape(-1), pool.reach)
+            return products_triton.products(q, *placed, pool.scales.reshape(-1), pool.lent_reach)
         if not isinstance(pool, PagePool):
             return products_triton.products(q, *_placed(pool, layer, slots))
     if slots.shape[-1] <= BLOCK:

@@ -261,7 +261,7 @@ def tiers(layer: LayerCache) -> tuple[int, Pools]:
         parts = {name: pool}
         if isinstance(pool, Int8Pages):
             parts = {name: pool.values, f"{name}_scales": pool.scales}
-            reach = pool.reach if name == "k" else reach
+            reach = pool.lent_reach if name == "k" else reach
         for part, held in parts.items():
             if not isinstance(held, TieredPool):
                 arrays[part] = held

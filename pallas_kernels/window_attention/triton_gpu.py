@@ -42,7 +42,7 @@ def window_attention(
     absent = layer.lengths  # placeholder for missing arrays; never read
     k, scales, reach = layer.k, None, None
     if isinstance(k, Int8Pages):
-        k, scales, reach = k.values, k.scales, k.reach
+        k, scales, reach = k.values, k.scales, k.lent_reach
     arrays = (
         queries,
         k,
