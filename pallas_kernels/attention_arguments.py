@@ -2,7 +2,7 @@
 
 from jaxtyping import Array, Float
 
-from jsparse.cache import LayerCache, PagePool
+from jsparse.cache import LayerCache
 from jsparse.pallas_kernels.dispatch import MAX_WIDTH, no_triton
 from jsparse.selection import MAX_BITS_PAGE, Selection
 
@@ -18,13 +18,6 @@ def check_list(op: str, granularity: str, layer: LayerCache, selection: Selectio
             f"page_size={layer.page_size}: must be at most {MAX_BITS_PAGE} where pages carry token "
             "bits"
         )
-
-
-def not_in_arrays(layer: LayerCache) -> str | None:
-    """Returns why a kernel cannot read K and V unless each is one array, or None."""
-    if layer.on_host:
-        return "takes K and V on the device"
-    return "takes K and V of the model's type" if isinstance(layer.k, PagePool) else None
 
 
 def no_rows(q: Float[Array, "B N H"], layer: LayerCache, *, max_group: int) -> str | None:

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from jsparse.cache import LayerCache
-from jsparse.pallas_kernels.attention_arguments import check_list, no_rows, not_in_arrays
+from jsparse.cache import LayerCache, PagePool
+from jsparse.pallas_kernels.attention_arguments import check_list, no_rows
 from jsparse.pallas_kernels.block_sparse_decode import reference
 from jsparse.pallas_kernels.block_sparse_decode.cascade import cascade, lists_nothing
 from jsparse.pallas_kernels.checked import checked
@@ -36,7 +36,9 @@ def _not_mosaic(
     stats: StatsKind | None,
     **_: Any,
 ) -> str | None:
-    reason = not_in_arrays(layer) or no_mosaic()
+    reason = no_mosaic()
+    if isinstance(layer.k, PagePool):
+        reason = "takes K and V of the model's type on the device"
     head_dim, size = layer.k.shape[-1], layer.page_size
     # a report adds one query, the mean
     queries = q.shape[1] // layer.lengths.shape[1] + (stats is not None)
