@@ -2,7 +2,7 @@
 
 A token of a head is H integers and one scale, 1 + 2/H bytes per number. Channels of K differ in
 size, and some hardly vary, so keys are first divided by the reach of their channel, which is a
-constant of the model (`jsparse.cache.key_constants`): the largest |k| of the pair of channels that
+constant of the model (`jsparse.runtime.constants`): the largest |k| of the pair of channels that
 RoPE rotates together. Both channels of a pair have the same reach, so that a rotated key has it
 too, and every channel gets as many of the 255 integers at any position.
 """
@@ -38,7 +38,7 @@ class Int8Pages(PagePool):
         scales: the factor of each token, bfloat16[pages, P], likewise. Its rounding is not an
             error: the integers are those for the rounded factor.
         reach: the factor of each channel of a KV head; None: 1. It is not part of the cache:
-            programs borrow it (`jsparse.cache.with_borrowed`).
+            programs borrow it (`jsparse.cache.step_view`).
         of_type: the type in which values are read, the model's.
         framed: whether a reach must have been lent to read or write.
     """

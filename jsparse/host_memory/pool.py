@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
-from jsparse.cache import LayerCache, TieredPool, map_pages, physical_pages
+from jsparse.cache import Int8Pages, LayerCache, TieredPool, map_pages, physical_pages
 from jsparse.pallas_kernels.row_gather import row_gather
 from jsparse.shapes import BlockTable, Lengths
 
@@ -222,10 +222,9 @@ def _pairs(layer: LayerCache) -> Int32[Array, "B K 1"]:
 
 def first_pool(layer: LayerCache) -> HostPool:
     """Returns one of a layer's pools, which must be in host memory; all have the same pages."""
-    first = []
-    with_pools(first.append, layer)
-    assert isinstance(first[0], HostPool)
-    return first[0]
+    k = layer.k.values if isinstance(layer.k, Int8Pages) else layer.k
+    assert isinstance(k, HostPool)
+    return k
 
 
 def with_pools(function: Callable[[HostPool], Any], layer: LayerCache) -> LayerCache:
