@@ -5,7 +5,7 @@ ONE row. A block table maps page m of head (b, k) to its physical page. Without 
 is the identity: physical page (b·K + k)·M + m, so that reading a whole head is a reshape.
 """
 
-from jsparse.cache.int8_pages import KEY_REACH, Int8Pages
+from jsparse.cache.int8_pages import KEY_REACH, Int8Pages, arrays_of, with_arrays
 from jsparse.cache.layers import (
     FreeList,
     HostPages,
@@ -17,6 +17,7 @@ from jsparse.cache.layers import (
 )
 from jsparse.cache.placing import map_pages, placed
 from jsparse.cache.reading import (
+    one_head,
     physical_pages,
     read_heads,
     read_pages,
@@ -69,6 +70,7 @@ __all__ = [
     "StepView",
     "TieredPool",
     "append",
+    "arrays_of",
     "as_held",
     "cut_pages",
     "fill",
@@ -78,6 +80,7 @@ __all__ = [
     "level",
     "map_pages",
     "once",
+    "one_head",
     "physical_pages",
     "placed",
     "read_heads",
@@ -91,6 +94,7 @@ __all__ = [
     "taken",
     "taking_part",
     "truncate",
+    "with_arrays",
     "with_host",
     "without_borrowed",
     "write",

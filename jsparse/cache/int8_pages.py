@@ -10,7 +10,7 @@ too, and every channel gets as many of the 255 integers at any position.
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,15 @@ from jaxtyping import Array, BFloat16, Bool, Float, Float32, Int8, Int32
 from jsparse.cache.layers import LayerCache, PagePool, TieredPool
 from jsparse.cache.placing import placed
 from jsparse.cache.reading import read_heads, read_pages, read_slots
+
+
+class PoolArrays(NamedTuple):
+    """The arrays of a pool, for kernels: `scales` and `reach` only of Int8Pages."""
+
+    values: Any
+    scales: Any = None
+    reach: Float32[Array, "K H"] | None = None
+
 
 KEY_REACH = "key_reach"  # the constant of a model with the reach of its keys
 LARGEST = 127  # -128 is not used, so that a number and its negative round alike
@@ -72,6 +81,10 @@ class Int8Pages(PagePool):
     def on_host(self) -> bool:
         """Whether the pages are in host memory."""
         return isinstance(self.values, TieredPool)
+
+    def of_head(self, head: Int32[Array, ""]) -> "Int8Pages":
+        """Returns the pool for a layer of one KV head, that head."""
+        return self if self.reach is None else replace(self, reach=self.reach[head][None])
 
     def map_pages(self, function: Callable[[Any], Any]) -> "Int8Pages":
         """Returns the pool with both of its arrays, or their pools, replaced by the results."""
@@ -164,3 +177,19 @@ class Int8Pages(PagePool):
             between = (1,) * (rows.ndim - 3)
             rows *= reach.reshape(len(reach), *between, -1)
         return rows.astype(self.of_type)
+
+
+def arrays_of(pool: Any) -> PoolArrays:
+    """Returns the arrays, or pools in host memory, of K or V.
+
+    Raises:
+        ValueError: a reach must have been lent, and was not.
+    """
+    if isinstance(pool, Int8Pages):
+        return PoolArrays(pool.values, pool.scales, pool.lent_reach)
+    return PoolArrays(pool)
+
+
+def with_arrays(pool: Any, values: Any, scales: Any) -> Any:
+    """Returns K or V with other arrays; `scales` is ignored if it has none."""
+    return replace(pool, values=values, scales=scales) if isinstance(pool, Int8Pages) else values

@@ -68,6 +68,10 @@ class PagePool(ABC):
         In host memory, these are TieredPools.
         """
 
+    def of_head(self, head: Int32[Array, ""]) -> Self:
+        """Returns the pool for a layer of one KV head, that head."""
+        return self
+
     def with_host(self, host: Any) -> Self:
         """Returns the pool with its pages in host memory, borrowed for one program.
 

@@ -39,6 +39,14 @@ def read_heads(pool: Array | PagePool, layer: LayerCache) -> Array:
     return _pool(pool).read_heads(layer)
 
 
+def one_head(
+    layer: LayerCache, head: Int32[Array, ""], pages: Int32[Array, "M"], length: Int32[Array, ""]
+) -> LayerCache:
+    """Returns one head of a row as a layer: KV head `head` with these physical pages."""
+    k, v = (pool.of_head(head) if isinstance(pool, PagePool) else pool for pool in layer[:2])
+    return layer._replace(k=k, v=v, lengths=length[None, None], block_table=pages[None, None])
+
+
 class _Plain(NamedTuple):
     """An array as a pool: all of its pages are on the device."""
 

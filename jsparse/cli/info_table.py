@@ -32,10 +32,7 @@ def rows(info: dict[str, Any]) -> list[tuple[str, str]]:
             f"{memory.size(info['weight_bytes']['float32'])} in float32, {memory.size(short)} in "
             f"bfloat16 and float16, {memory.size(info['weight_bytes']['q8_0'])} in q8_0",
         ),
-        (
-            "KV cache per token",
-            f"{per_token} in {_of_cache(info)}",
-        ),
+        ("KV cache per token", f"{per_token} in {_of_cache(info)}"),
         *_of_each_device(info),
         *(
             [

@@ -130,7 +130,7 @@ def force(
         choice = choose if of_reference else (forced, table)
         session.expect(*choice, prompts=lengths, limits=limits, keep_logits=True)
 
-    def referred(whole: SharedPrefill) -> tuple[list[ForcedStep], Rows]:
+    def reference_of(whole: SharedPrefill) -> tuple[list[ForcedStep], Rows]:
         """Returns dense attention's steps and the first token."""
         own = (greedy, ()) if given is None else (forced, jnp.copy(given))
         with capacity.exhaustion(whole.spec):
@@ -141,13 +141,13 @@ def force(
 
     if rounded:  # first, so that its cache is gone before there are others
         unrounded = replace(params, kv_cache_dtype="auto")
-        reference, first = referred(
+        reference, first = reference_of(
             prime(unrounded, (dense(),), rows, exact, report, expect=expect)
         )
         shared = prime(params, chosen, rows, spec, report, expect=expect)
     else:
         shared = prime(params, chosen, rows, spec, report, expect=expect)
-        reference, first = referred(shared)
+        reference, first = reference_of(shared)
     tokens = jnp.stack([first, *(step.target for step in reference)])
     return Forcing(shared, reference, tokens, report)
 

@@ -33,7 +33,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, BFloat16, Float, Float32
 
 from jsparse.builder import builder
-from jsparse.cache import CacheSpec, KVCache, LayerCache, StepView, read_heads
+from jsparse.cache import (
+    CacheSpec,
+    KVCache,
+    LayerCache,
+    StepView,
+    one_head,
+    physical_pages,
+    read_heads,
+)
 from jsparse.hooks import PrefillView
 from jsparse.hyper_parameters import below_one, flag, fraction, number_in, one_of, whole_number
 from jsparse.pallas_kernels.table_candidates import Best, table_candidates
@@ -281,10 +289,15 @@ def first_tables(
     whole = (1 - settings.penalty) / (1 - settings.decay)
     (batch, heads), size = kv.lengths.shape, queries.shape[1]
     grouped = queries.reshape(batch, size, heads, -1, queries.shape[-1]).swapaxes(1, 2)
+    pages = jnp.broadcast_to(
+        jnp.arange(kv.num_pages, dtype=jnp.int32), (batch, heads, kv.num_pages)
+    )
     slots, nth = jnp.arange(kv.capacity, dtype=jnp.int32), jnp.arange(size, dtype=jnp.int32)
 
-    def of_head(head: tuple[Array, Array, Array, Array]) -> tuple[Array, Array]:
-        q, keys, length, count = head
+    def of_head(head: tuple[Array, ...]) -> tuple[Array, Array]:
+        q, at, nth_head, length, count = head
+        own = one_head(kv, nth_head, at, length)
+        keys = read_heads(own.k, own)[0, 0]
         logits = scaled_products("wgh,sh->wgs", q, keys)
         position = (length - size + nth)[:, None]  # of each query
         seen = (slots <= position) & (nth >= size - count)[:, None]
@@ -296,7 +309,9 @@ def first_tables(
         c = whole / jnp.maximum(count, 1)
         return jnp.sum(c * w, axis=0), jnp.sum(c * backwards, axis=0)
 
-    of_heads = grouped, read_heads(kv.k, kv), kv.lengths, valid[:, None] + 0 * kv.lengths
+    heads_of_rows = jnp.broadcast_to(jnp.arange(heads, dtype=jnp.int32), (batch, heads))
+    counts = jnp.broadcast_to(valid[:, None], (batch, heads))
+    of_heads = grouped, physical_pages(kv, pages), heads_of_rows, kv.lengths, counts
     flat = jax.tree.map(lambda x: x.reshape(batch * heads, *x.shape[2:]), of_heads)
     tables = jax.lax.map(of_head, flat)
     return Tables(*(x.reshape(batch, heads, -1).astype(jnp.bfloat16) for x in tables))

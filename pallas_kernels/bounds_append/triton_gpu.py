@@ -14,7 +14,7 @@ import jax
 import triton
 import triton.language as tl
 
-from jsparse.cache import Int8Pages, LayerCache, TieredPool, key_constants
+from jsparse.cache import LayerCache, TieredPool, arrays_of, key_constants
 from jsparse.cache.key_constants import KeyFrame
 from jsparse.pallas_kernels import key_bounds
 from jsparse.pallas_kernels.key_bounds import Bounds, PageBounds, PageBounds8
@@ -69,9 +69,7 @@ def bounds_append(
 
     (_, page_size, head_dim), table = layer.k.shape, layer.block_table
     absent = layer.lengths  # placeholder for missing arrays; never read
-    k, ring, scales, reach = layer.k, 0, None, None
-    if isinstance(k, Int8Pages):
-        k, scales, reach = k.values, k.scales, k.lent_reach
+    (k, scales, reach), ring = arrays_of(layer.k), 0
     # touched pages are new, and therefore on the device
     if isinstance(scales, TieredPool):
         scales = scales.ring

@@ -11,7 +11,7 @@ memory's granularity) wide, so nothing is read twice. There is no lock, and no s
 would double the traffic.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from jaxtyping import Array
 
-from jsparse.cache import Int8Pages, LayerCache
+from jsparse.cache import LayerCache, arrays_of, with_arrays
 from jsparse.shapes import Ids, Lengths
 
 
@@ -193,11 +193,8 @@ def move_rows(
     bias, slot_positions = (
         pool if pool is None else move(pool)[0] for pool in (layer.bias, layer.slot_positions)
     )
-    if isinstance(layer.k, Int8Pages) and isinstance(layer.v, Int8Pages):
-        k_values, v_values = move(layer.k.values, layer.v.values)
-        k_scales, v_scales = move(layer.k.scales, layer.v.scales)
-        k = replace(layer.k, values=k_values, scales=k_scales)
-        v = replace(layer.v, values=v_values, scales=v_scales)
-    else:
-        k, v = move(*layer.arrays)
+    k, v = arrays_of(layer.k), arrays_of(layer.v)
+    values = move(k.values, v.values)
+    scales = (None, None) if k.scales is None else move(k.scales, v.scales)
+    k, v = map(with_arrays, (layer.k, layer.v), values, scales)
     return layer._replace(k=k, v=v, bias=bias, slot_positions=slot_positions)

@@ -4,8 +4,7 @@ Pages are written in place. A product of the rotation may be fused with its sum,
 be an ulp off.
 """
 
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +12,7 @@ import triton
 import triton.language as tl
 from jaxtyping import Array, Int32
 
-from jsparse.cache import Int8Pages, LayerCache, write_beside
+from jsparse.cache import LayerCache, arrays_of, with_arrays, write_beside
 from jsparse.heads import Heads
 from jsparse.shapes import ChunkKV, ChunkQueries, Rows
 
@@ -62,6 +61,8 @@ def rope_append(
     batch, tokens, count, head_dim = heads.qkv.shape[-4:]
     table, kv_heads = layer.block_table, heads.num_kv_heads
     in_parts = heads.qkv.ndim > 4
+    (k, k_scales, reach), (v, v_scales, _) = arrays_of(layer.k), arrays_of(layer.v)
+    pools = k, v, k_scales, v_scales, layer.bias
     plan = RopePlan(
         parts=len(heads.qkv) if in_parts else 1,
         part=heads.qkv[0].size if in_parts else 0,
@@ -74,14 +75,13 @@ def rope_append(
         half=head_dim // 2,
         columns=triton.next_power_of_2(head_dim // 2),
         paged=table is not None,
-        int8=isinstance(layer.k, Int8Pages),
-        has_reach=isinstance(layer.k, Int8Pages) and layer.k.reach is not None,
+        int8=k_scales is not None,
+        has_reach=reach is not None,
         has_bias=layer.bias is not None,
         normed=heads.scales is not None,
         eps=heads.eps,
     )
     absent = layer.lengths  # placeholder for missing arrays; never read
-    reach, pools = _pools(layer)
     given = (
         *(heads.qkv, *heads.table, *(heads.scales or (absent, absent))),
         *(layer.lengths, valid, absent if table is None else table),
@@ -91,7 +91,7 @@ def rope_append(
     def shape(*sizes: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(sizes, heads.dtype)
 
-    there = {nth: pool for nth, pool in enumerate(pools) if pool is not None}
+    there = [nth for nth, pool in enumerate(pools) if pool is not None]
     nothing = jax.ShapeDtypeStruct((1,), jnp.int32)
     q, k, v, *kept = triton_call(
         *given,
@@ -111,26 +111,15 @@ def rope_append(
         num_warps=1,
         plan=plan,
     )
-    layer = layer._replace(bias=None)
-    layer = write_beside(layer, positions, valid, layer.lengths - valid[:, None])
-    return q, k, v, _with_pools(layer, *(kept[nth] if nth in there else None for nth in range(5)))
-
-
-def _pools(layer: LayerCache) -> tuple[Array | None, tuple[Array | None, ...]]:
-    """Returns the reach of K's channels, and the pools: K, V, their scales, and the bias."""
-    if isinstance(layer.k, Int8Pages) and isinstance(layer.v, Int8Pages):
-        k, v = layer.k, layer.v
-        return k.lent_reach, (k.values, v.values, k.scales, v.scales, layer.bias)
-    return None, (*layer.arrays, None, None, layer.bias)
-
-
-def _with_pools(layer: LayerCache, *pools: Any) -> LayerCache:
-    """Returns the layer with these pools, in the order of `_pools`."""
-    k, v, k_scales, v_scales, bias = pools
-    if isinstance(layer.k, Int8Pages) and isinstance(layer.v, Int8Pages):
-        k = replace(layer.k, values=k, scales=k_scales)
-        v = replace(layer.v, values=v, scales=v_scales)
-    return layer._replace(k=k, v=v, bias=bias)
+    k_pool, v_pool, k_scales, v_scales, bias = kept
+    beside = layer._replace(bias=None)
+    beside = write_beside(beside, positions, valid, layer.lengths - valid[:, None])
+    layer = beside._replace(
+        k=with_arrays(layer.k, k_pool, k_scales),
+        v=with_arrays(layer.v, v_pool, v_scales),
+        bias=None if layer.bias is None else bias,
+    )
+    return q, k, v, layer
 
 
 @triton.jit

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
 from jsparse.cache import (
-    Int8Pages,
     LayerCache,
     PagePool,
+    arrays_of,
     physical_pages,
     read_slots,
 )
@@ -56,11 +56,9 @@ def products(
     if _by_kernel(q, pool):
         from jsparse.pallas_kernels.token_sparse_decode import products_triton
 
-        if isinstance(pool, Int8Pages):
-            placed = _placed(pool.values, layer, slots)
-            return products_triton.products(q, *placed, pool.scales.reshape(-1), pool.lent_reach)
-        if not isinstance(pool, PagePool):
-            return products_triton.products(q, *_placed(pool, layer, slots))
+        values, scales, reach = arrays_of(pool)
+        scales = None if scales is None else scales.reshape(-1)
+        return products_triton.products(q, *_placed(values, layer, slots), scales, reach)
     if slots.shape[-1] <= BLOCK:
         return at_once(q, pool, slots)
     return jax.lax.platform_dependent(q, pool, slots, cpu=in_blocks, default=at_once)

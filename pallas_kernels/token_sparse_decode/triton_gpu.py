@@ -8,7 +8,7 @@ launch merges the units of every head.
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
 
-from jsparse.cache import Int8Pages, LayerCache, TieredPool
+from jsparse.cache import Int8Pages, LayerCache, TieredPool, arrays_of
 from jsparse.pallas_kernels.merge_splits.api import merge_splits
 from jsparse.pallas_kernels.token_sparse_decode.listed_rows import products
 from jsparse.pallas_kernels.token_sparse_decode.triton_kernel import attend_kernel
@@ -255,22 +255,17 @@ def _inputs(
 
 def tiers(layer: LayerCache) -> tuple[int, Pools]:
     """Returns the pages in the ring of a head, 0 without rings, and the pools of K and V."""
-    ring, first, reach = 0, None, None
-    arrays: dict[str, Any] = {}
+    ring, first, arrays = 0, None, {}
     for name, pool in (("k", layer.k), ("v", layer.v)):
-        parts = {name: pool}
-        if isinstance(pool, Int8Pages):
-            parts = {name: pool.values, f"{name}_scales": pool.scales}
-            reach = pool.lent_reach if name == "k" else reach
-        for part, held in parts.items():
+        values, scales, _ = arrays_of(pool)
+        for part, held in ((name, values), (f"{name}_scales", scales)):
             if not isinstance(held, TieredPool):
                 arrays[part] = held
                 continue
-            resident = {} if held.resident is None else {f"own_{part}": held.resident}
-            arrays |= {part: held.host, f"ring_{part}": held.ring} | resident
+            arrays |= {part: held.host, f"ring_{part}": held.ring, f"own_{part}": held.resident}
             ring = held.ring_pages(layer)
-            first = held.resident_first(layer) if resident else None
-    return ring, Pools(**arrays, own_first=first, reach=reach)
+            first = None if held.resident is None else held.resident_first(layer)
+    return ring, Pools(**arrays, own_first=first, reach=arrays_of(layer.k).reach)
 
 
 def with_newest(

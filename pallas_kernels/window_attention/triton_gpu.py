@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from jaxtyping import Array, Bool, Float, Float32
 
-from jsparse.cache import Int8Pages, LayerCache
+from jsparse.cache import LayerCache, arrays_of
 from jsparse.shapes import Rows
 
 BLOCK = 64  # slots per tile
@@ -40,9 +40,7 @@ def window_attention(
     rows = max(triton.next_power_of_2(size) * each, 16)
     tile = min(max(MAX_ROWS, each), rows)
     absent = layer.lengths  # placeholder for missing arrays; never read
-    k, scales, reach = layer.k, None, None
-    if isinstance(k, Int8Pages):
-        k, scales, reach = k.values, k.scales, k.lent_reach
+    k, scales, reach = arrays_of(layer.k)
     arrays = (
         queries,
         k,

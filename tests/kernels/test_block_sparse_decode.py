@@ -17,7 +17,7 @@ from tests.support.decode_checks import (
     tolerance,
 )
 from tests.support.dense_attention import expected
-from tests.support.marks import slow_except_named
+from tests.support.marks import slow_except, slow_except_named
 
 by_name = {case.name: case for case in CASES}
 
@@ -58,10 +58,10 @@ def test_reported_logits_are_of_the_mean_query_rounded_to_its_dtype():
     assert_reports_rounded_mean(block_sparse_decode, "page")
 
 
-def test_shared_pages_are_read_once_for_all_rows():
-    case = Case(
-        "", batch=8, lengths="full", listed="none", dense="all", table="scrambled", bias=True
-    )
+@pytest.mark.parametrize("int8", slow_except([False, True], False))
+def test_shared_pages_are_read_once_for_all_rows(int8):
+    given = {"batch": 8, "lengths": "full", "listed": "none", "dense": "all", "bias": True}
+    case = Case("", table="scrambled", int8=int8, **given)
     # a prefix group of one row, empty groups, and rows without a group
     families, tokens = [[1, 4, 6, 7], [5], [0, 2], []], [48, 32, 96, 0]
     inputs = in_families(case.build(), families, tokens)
