@@ -468,7 +468,8 @@ OPS = {
         rotated,
         named(
             rope_cases.CASES,
-            "plain paged normed odd_width broken several parts int8 int8_as_llama int8_broken",
+            "plain paged normed odd_width narrower_cache broken several parts int8 int8_as_llama "
+            "int8_broken",
         ),
     ),
     "row_gather": Op(gathered, named(gather_cases.CASES, "far_ids large_pages odd_width")),

@@ -226,6 +226,8 @@ def store(pool, scales, reach, at, low, high, column, inside, ok, plan: tl.const
         low, high = (x * factor * of_low).to(low.dtype), (y * factor * of_high).to(high.dtype)
     else:
         put(pool, at, low, high, column, inside & ok, plan)
+        kept = pool.dtype.element_ty
+        low, high = low.to(kept).to(low.dtype), high.to(kept).to(high.dtype)
     return low, high
 
 
