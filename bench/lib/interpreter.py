@@ -192,6 +192,11 @@ def _half(codes: np.ndarray) -> np.ndarray:
     return (codes.astype(np.uint16) | 0x6400).view(np.float16)
 
 
+def _bfloat16s(words: np.ndarray) -> tuple[np.ndarray, ...]:
+    numbers = ((words << by) >> 24 for by in (24, 16, 8, 0))
+    return tuple(x.astype(jnp.bfloat16).view(np.uint16) for x in numbers)
+
+
 def _dp4a(words: np.ndarray, others: np.ndarray, kind: str) -> np.ndarray:
     signed, other = (
         np.ascontiguousarray(x)[..., None].view(of).astype(np.int32)
@@ -211,6 +216,7 @@ INSTRUCTIONS: dict[str, Callable[..., Any]] = {
     "lg2.approx.ftz": _log2,
     "mad.lo.s32": lambda x, by, plus: (x.astype(np.int64) * by + plus).astype(np.int32),
     "brev.b32": _list_bits,
+    "fma.rn.bf16x2": _bfloat16s,  # precedes lop3.b32 and prmt.b32, which it also contains
     "lop3.b32": lambda w: tuple(_half(w >> at & m) for at in (0, 8) for m in (0xF, 0xF0)),
     # precedes the one for unsigned bytes, which also contains this one's second instruction
     "dp4a.s32.s32": lambda w, high, low: 256 * _dp4a(w, high, "i1") + _dp4a(w, low, "u1"),

@@ -57,6 +57,7 @@ class LaunchPlan:
         ring: pages in the ring of a head; 0 if all of K and V is in one memory.
         resident: whether heads may have all their pages on the device.
         int8: whether K and V are integers with scales.
+        wide: whether products with V are in float32.
         has_reach: whether the channels of K have a reach.
         known: whether lists have logits.
         tokens: tokens per listed id: 1, or those of a page.
@@ -66,7 +67,9 @@ class LaunchPlan:
             reported, or 0.
         listed: whether every query's logits of listed tokens are reported.
         heads, group, head_dim, page_size: K, G, H and P.
-        rows: queries, including the mean, rounded up to a power of two.
+        rows: queries, including the mean, rounded up to a power of two: at least 16, which an MMA
+            takes, or 8 if it multiplies integers, of which each query has two.
+        mma_rows: rows of the products with V, at least 16.
         cols: H, rounded up to a power of two.
         pairs: B · K, rounded up to a power of two.
         scale: the factor of products.
@@ -79,6 +82,7 @@ class LaunchPlan:
     ring: int
     resident: bool
     int8: bool
+    wide: bool
     has_reach: bool
     known: bool
     tokens: int
@@ -93,6 +97,7 @@ class LaunchPlan:
     head_dim: int
     page_size: int
     rows: int
+    mma_rows: int
     cols: int
     pairs: int
     scale: float
@@ -102,13 +107,19 @@ class LaunchPlan:
 def default_tiling(
     head_dim: int, itemsize: int, capacity: int = 0, *, listed: bool = False, rows: int = 16
 ) -> TokenTiling:
-    """Chooses blocks of 16 KB of K.
+    """Chooses blocks of 16 KB of K, or of 4 KB if it is in 8 bits.
 
     Two blocks of K and two of V in flight, in each of three programs, fill an SM; if logits are
     listed, registers fit only two programs. With long lists, four programs of two warps have half
-    of that in flight each.
+    of that in flight each. In 8 bits, bytes need more arithmetic: eight programs of one warp, which
+    wait for no other warp, overlap it best.
     """
     width = triton.next_power_of_2(head_dim)
+    if itemsize == 1:
+        num_warps = triton.next_power_of_2(triton.cdiv(max(rows, 16) * width, MAX_SUMS // 4))
+        num_warps = num_warps if num_warps < 4 else 8
+        block = min(max(4096 // width, 32), 128)
+        return TokenTiling(block, 4, 128, max(8 // num_warps, 1), num_warps)
     block = min(max(16384 // (width * itemsize), 16), 128)
     if rows * width > MAX_SUMS:
         return TokenTiling(block, programs=2 if listed else 3, num_warps=8)
@@ -135,9 +146,10 @@ def sparse_decode(
     listed = stats == "listed_logits"
     by_slot = stats is not None and not listed  # the logits of the mean query
     queries = group + by_slot
-    rows = max(16, triton.next_power_of_2(queries))  # 16 rows are the minimum of an MMA
+    int8 = isinstance(layer.k, Int8Pages)
+    rows = max(8 if int8 else 16, triton.next_power_of_2(queries))
     if tiling is None:
-        itemsize = 1 if isinstance(layer.k, Int8Pages) else q.dtype.itemsize
+        itemsize = 1 if int8 else q.dtype.itemsize
         tiling = default_tiling(head_dim, itemsize, capacity, listed=listed, rows=rows)
     tokens = 1 if selection.granularity == "token" else layer.page_size
     # a list, then the newest token
@@ -151,7 +163,8 @@ def sparse_decode(
         max_units=tiling.max_units,
         ring=ring,
         resident=pools.own_first is not None,
-        int8=pools.k_scales is not None,
+        int8=int8,
+        wide=q.dtype == jnp.float32,
         has_reach=pools.reach is not None,
         # dense heads and the mean query read keys that have no known logits
         known=selection.logits is not None and selection.dense is None and not by_slot,
@@ -167,8 +180,9 @@ def sparse_decode(
         head_dim=head_dim,
         page_size=layer.page_size,
         rows=rows,
+        mma_rows=max(16, rows),
         # the minimum of an MMA
-        cols=max(32 if pools.k_scales is not None else 16, triton.next_power_of_2(head_dim)),
+        cols=max(32 if int8 else 16, triton.next_power_of_2(head_dim)),
         pairs=triton.next_power_of_2(pairs),
         scale=sm_scale,
         precision="ieee" if q.dtype == jnp.float32 else "tf32",

@@ -24,6 +24,9 @@ from jsparse.pallas_kernels.token_sparse_decode.triton_reports import (
 from jsparse.pallas_kernels.token_sparse_decode.triton_tiers import Pools, first_own_page, place
 
 
+LOG2_E = tl.constexpr(1.4426950408889634)  # exp2 takes fewer instructions than exp
+
+
 class LogitInputs(NamedTuple):
     """The inputs of logits except K; None for missing arrays."""
 
@@ -45,7 +48,7 @@ class UnitSums(NamedTuple):
 
     top: Any  # [rows], the largest logit
     total: Any  # [rows], of weights relative to it
-    o: Any  # [rows, cols], of V by these weights
+    o: Any  # planes of [mma_rows, cols / planes], of V by these weights; rows repeat
 
 
 @triton.jit
@@ -146,58 +149,52 @@ def attend_kernel(
 @triton.jit
 def attend(heads, pools, given, report, axes, head, split, plan: tl.constexpr):
     """Returns the sums of one unit of a head, and reports its blocks' logits."""
-    row, col, offset = axes
     own_first = first_own_page(pools, head.pair)
     size = unit_size(head.entries, plan)
     first = split * size
-    slot, at, valid = find(heads, head, first + offset, plan)
-    q = queries(given, axes, head, plan)
-    q_high, q_low, q_scale = integers(q, pools, axes, head, plan) if plan.int8 else (q, q, q)
-    sums = UnitSums(
-        tl.full([plan.rows], float("-inf"), tl.float32),
-        tl.full([plan.rows], 0.0, tl.float32),
-        tl.full([plan.rows, plan.cols], 0.0, tl.float32),
-    )
+    slot, at, valid = find(heads, head, first + axes.offset, plan)
+    scales = load_scales(pools, head, own_first, slot, at, valid, plan)
+    q = integers(given, pools, axes, head, plan) if plan.int8 else queries(given, axes, head, plan)
+    sums = no_sums(plan)
     for start in range(first, tl.minimum(first + size, head.entries), plan.block):
         # found a block ahead, so that the dependent loads of K and V overlap with the arithmetic
-        ahead = start + plan.block + offset
-        slot_ahead, at_ahead, valid_ahead = find(heads, head, ahead, plan)
-        inside = valid[:, None] & (col < plan.head_dim)
-        H: tl.constexpr = plan.head_dim
-        at_k = place(pools.k, pools.ring_k, pools.own_k, H, head, own_first, slot, at, plan)
-        at_v = place(pools.v, pools.ring_v, pools.own_v, H, head, own_first, slot, at, plan)
+        entries_ahead = start + plan.block + axes.offset
+        slot_ahead, at_ahead, valid_ahead = find(heads, head, entries_ahead, plan)
+        scales_ahead = load_scales(pools, head, own_first, slot_ahead, at_ahead, valid_ahead, plan)
         if given.known is not None:
-            lines = given.known + head.line * plan.group + row * (heads.capacity + 1)
-            lines += (start + offset)[None, :]
-            logits = tl.load(lines, mask=valid[None, :] & (row < plan.group), other=0.0)
+            lines = given.known + head.line * plan.group + axes.row * (heads.capacity + 1)
+            lines += (start + axes.offset)[None, :]
+            own = valid[None, :] & (axes.row < plan.group)
+            logits = tl.load(lines, mask=own, other=0.0)
         else:
-            k = tl.load(pools.k + at_k[:, None] + col, mask=inside, other=0)
-            if plan.int8:
-                scales, ring, own = pools.k_scales, pools.ring_k_scales, pools.own_k_scales
-                at_scale = place(scales, ring, own, 1, head, own_first, slot, at, plan)
-                k_scale = tl.load(scales + at_scale, mask=valid, other=0).to(tl.float32)
-                k = tl.trans(k)
-                sum_high, sum_low = tl.dot(q_high, k), tl.dot(q_low, k)
-                whole = sum_high.to(tl.float32) * 256 + sum_low.to(tl.float32)
-                logits = whole * q_scale[:, None] * k_scale[None, :]
-            else:
-                logits = tl.dot(q, tl.trans(k), input_precision=plan.precision) * plan.scale
-        v = tl.load(pools.v + at_v[:, None] + col, mask=inside, other=0)
-        v_scale = None
-        if plan.int8:
-            scales, ring, own = pools.v_scales, pools.ring_v_scales, pools.own_v_scales
-            at_scale = place(scales, ring, own, 1, head, own_first, slot, at, plan)
-            v_scale = tl.load(scales + at_scale, mask=valid, other=0).to(tl.float32)
-            v = v.to(tl.float32 if q.dtype == tl.float32 else tl.bfloat16)
+            H: tl.constexpr = plan.head_dim
+            at_k = place(pools.k, pools.ring_k, pools.own_k, H, head, own_first, slot, at, plan)
+            k = load_rows(pools.k, at_k, axes.col, H, valid, plan)
+            logits = multiply(q, k, scales, plan)
+        v = load_values(pools, axes, head, own_first, slot, at, valid, plan)
         if given.bias is not None:
             logits += tl.load(given.bias + at, mask=valid, other=0.0)[None, :]
         if plan.mean:
             store_by_slot(report, heads, axes, head, slot, valid, logits, plan)
         if plan.listed:
             store_listed(report, heads, axes, head, start, slot, valid, logits, plan)
-        sums = add_block(sums, logits, valid, v, v_scale, plan)
-        slot, at, valid = slot_ahead, at_ahead, valid_ahead
+        sums = add_block(sums, logits, valid, v, scales, plan)
+        slot, at, valid, scales = slot_ahead, at_ahead, valid_ahead, scales_ahead
     return sums
+
+
+@triton.jit
+def load_scales(pools, head, own_first, slot, at, valid, plan: tl.constexpr):
+    """Loads the scales of K and V of a block; `valid` stands for missing ones."""
+    of_k, of_v = valid, valid
+    if plan.int8:
+        scales, ring, own = pools.k_scales, pools.ring_k_scales, pools.own_k_scales
+        at_k = place(scales, ring, own, 1, head, own_first, slot, at, plan)
+        of_k = tl.load(scales + at_k, mask=valid, other=0)
+        scales, ring, own = pools.v_scales, pools.ring_v_scales, pools.own_v_scales
+        at_v = place(scales, ring, own, 1, head, own_first, slot, at, plan)
+        of_v = tl.load(scales + at_v, mask=valid, other=0)
+    return of_k, of_v
 
 
 @triton.jit
@@ -211,15 +208,23 @@ def queries(given, axes, head, plan: tl.constexpr):
     first = (head.pair * plan.group + row - plan.mean) * plan.head_dim
     q = tl.load(given.q + first + col, mask=own, other=0.0)
     if plan.mean:
-        mean = tl.sum(q.to(tl.float32), 0) / plan.group
+        mean = tl.sum(q.to(tl.float32), 0) / (plan.group * (q.shape[0] // plan.rows))
         q = tl.where(row == 0, mean.to(q.dtype)[None, :], q)
     return q
 
 
 @triton.jit
-def integers(q, pools, axes, head, plan: tl.constexpr):
-    """Returns queries for integer keys, in 15 bits: high · 256 + low, times a scale per query."""
-    q = q.to(tl.float32) * plan.scale
+def integers(given, pools, axes, head, plan: tl.constexpr):
+    """Returns queries for integer keys, in 15 bits, and the scale of each.
+
+    Their rows are those of `queries`, first as the upper 8 bits, then as the lower: one MMA
+    multiplies both by K.
+    """
+    R: tl.constexpr = plan.rows
+    twice = tl.arange(0, 2 * R)[:, None]
+    upper = twice < R
+    q = queries(given, Axes(twice % R, axes.col, axes.offset), head, plan).to(tl.float32)
+    q *= plan.scale
     if pools.reach is not None:
         first = pools.reach + head.pair % plan.heads * plan.head_dim
         q *= tl.load(first + axes.col, mask=axes.col < plan.head_dim, other=0.0)
@@ -227,32 +232,156 @@ def integers(q, pools, axes, head, plan: tl.constexpr):
     scale = tl.where(largest > 0, largest * (1 / (127 * 256)), 1.0)
     whole = tl.floor(q / scale[:, None] + 0.5).to(tl.int32)
     high = (whole + 128) >> 8
-    return high.to(tl.int8), (whole - high * 256).to(tl.int8), scale
+    of_both = tl.where(upper, high, whole - high * 256).to(tl.int8)
+    return of_both, tl.max(tl.reshape(scale, [2, R]), 0)
 
 
 @triton.jit
-def add_block(sums, logits, valid, v, v_scale, plan: tl.constexpr):
+def multiply(q, k, scales, plan: tl.constexpr):
+    """Returns the logits of a block of keys."""
+    if plan.int8:
+        of_both, q_scale = q
+        of_k, _of_v = scales
+        halves = tl.reshape(tl.dot(of_both, tl.trans(k)), [2, plan.rows, plan.block])
+        weight = tl.where(tl.arange(0, 2) == 0, 256, 1)
+        whole = tl.sum(halves * weight[:, None, None], 0).to(tl.float32)
+        logits = whole * q_scale[:, None] * of_k.to(tl.float32)[None, :]
+    else:
+        logits = tl.dot(q, tl.trans(k), input_precision=plan.precision) * plan.scale
+    return logits
+
+
+@triton.jit
+def load_values(pools, axes, head, own_first, slot, at, valid, plan: tl.constexpr):
+    """Loads a block of V: [block, cols], or if in 8 bits [block, cols / 4] words of 4 channels."""
+    own, ring = pools.own_v, pools.ring_v
+    base, col = pools.v, axes.col
+    W: tl.constexpr = plan.head_dim // 4 if plan.int8 else plan.head_dim
+    if plan.int8:
+        base = pools.v.to(tl.pointer_type(tl.int32), bitcast=True)
+        col = tl.arange(0, plan.cols // 4)[None, :]
+    at_v = place(base, ring, own, W, head, own_first, slot, at, plan)
+    return load_rows(base, at_v, col, W, valid, plan)
+
+
+@triton.jit
+def load_rows(base, start, col, W: tl.constexpr, valid, plan: tl.constexpr):
+    """Loads a block of rows of W elements that start there."""
+    inside = col < W
+    if plan.int8 and plan.ring == 0:
+        # any integer is finite and gets no weight: one mask less per load
+        start = tl.where(valid, start, 0)
+    else:
+        inside = inside & valid[:, None]
+    return tl.load(base + start[:, None] + col, mask=inside, other=0)
+
+
+@triton.jit
+def add_block(sums, logits, valid, v, scales, plan: tl.constexpr):
     """Adds a block of tokens to the sums of a unit."""
     minus_inf = float("-inf")
     logits = tl.where(valid[None, :], logits, minus_inf)
     higher = tl.maximum(sums.top, tl.max(logits, 1))
     base = tl.where(higher == minus_inf, 0.0, higher)  # -inf - -inf would be NaN
-    weights = tl.exp(logits - base[:, None])
-    shrink = tl.exp(sums.top - base)
+    weights = tl.exp2((logits - base[:, None]) * LOG2_E)
+    shrink = tl.exp2((sums.top - base) * LOG2_E)
     total = sums.total * shrink + tl.sum(weights, 1)
-    if v_scale is not None:
-        weights *= v_scale[None, :]
-    o = tl.dot(weights.to(v.dtype), v, sums.o * shrink[:, None], input_precision=plan.precision)
+    of_rows = repeated(shrink[:, None], plan)
+    if plan.int8:
+        _of_k, of_v = scales
+        weights *= of_v.to(tl.float32)[None, :]
+        weights = repeated(weights if plan.wide else weights.to(tl.bfloat16), plan)
+        v_a, v_b, v_c, v_d = float32s(v) if plan.wide else bfloat16s(v)
+        a, b, c, d = sums.o
+        a = tl.dot(weights, v_a, a * of_rows, input_precision=plan.precision)
+        b = tl.dot(weights, v_b, b * of_rows, input_precision=plan.precision)
+        c = tl.dot(weights, v_c, c * of_rows, input_precision=plan.precision)
+        d = tl.dot(weights, v_d, d * of_rows, input_precision=plan.precision)
+        o = a, b, c, d
+    else:
+        (o,) = sums.o
+        o = (tl.dot(weights.to(v.dtype), v, o * of_rows, input_precision=plan.precision),)
     return UnitSums(higher, total, o)
+
+
+@triton.jit
+def no_sums(plan: tl.constexpr):
+    """Returns the sums of no block."""
+    top = tl.full([plan.rows], float("-inf"), tl.float32)
+    total = tl.full([plan.rows], 0.0, tl.float32)
+    if plan.int8:
+        plane = tl.full([plan.mma_rows, plan.cols // 4], 0.0, tl.float32)
+        o = plane, plane, plane, plane
+    else:
+        o = (tl.full([plan.rows, plan.cols], 0.0, tl.float32),)
+    return UnitSums(top, total, o)
+
+
+@triton.jit
+def repeated(x, plan: tl.constexpr):
+    """Repeats rows until they fill an MMA."""
+    if plan.rows < plan.mma_rows:
+        TIMES: tl.constexpr = plan.mma_rows // plan.rows
+        x = tl.broadcast_to(x[None], [TIMES, plan.rows, x.shape[1]])
+        x = tl.reshape(x, [plan.mma_rows, x.shape[2]])
+    return x
+
+
+@triton.jit
+def bfloat16s(words):
+    """Returns the four signed bytes of words as four arrays of bfloat16, lowest first."""
+    # Two words (pack=2) give a register of each array. With a byte's lower 7 bits as its mantissa,
+    # 0x4300 is 128 + them; with its sign as the lowest bit of the exponent, 128 or 256. The first
+    # less the second is the number.
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 byte, part, sign, minus;
+        mov.b32 minus, 0xbf80bf80;
+        prmt.b32 byte, $4, $5, 0x4400;
+        lop3.b32 part, byte, 0x007f007f, 0x43004300, 0xea;
+        lop3.b32 sign, byte, 0x00800080, 0x43004300, 0xea;
+        fma.rn.bf16x2 $0, sign, minus, part;
+        prmt.b32 byte, $4, $5, 0x5511;
+        lop3.b32 part, byte, 0x007f007f, 0x43004300, 0xea;
+        lop3.b32 sign, byte, 0x00800080, 0x43004300, 0xea;
+        fma.rn.bf16x2 $1, sign, minus, part;
+        prmt.b32 byte, $4, $5, 0x6622;
+        lop3.b32 part, byte, 0x007f007f, 0x43004300, 0xea;
+        lop3.b32 sign, byte, 0x00800080, 0x43004300, 0xea;
+        fma.rn.bf16x2 $2, sign, minus, part;
+        prmt.b32 byte, $4, $5, 0x7733;
+        lop3.b32 part, byte, 0x007f007f, 0x43004300, 0xea;
+        lop3.b32 sign, byte, 0x00800080, 0x43004300, 0xea;
+        fma.rn.bf16x2 $3, sign, minus, part;
+        }""",
+        constraints="=&r,=&r,=&r,=&r,r,r",
+        args=[words],
+        dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+        is_pure=True,
+        pack=2,
+    )
+
+
+@triton.jit
+def float32s(words):
+    """Returns the four signed bytes of words as four arrays of float32, lowest first."""
+    a, b, c = (words << 24) >> 24, (words << 16) >> 24, (words << 8) >> 24
+    return a.to(tl.float32), b.to(tl.float32), c.to(tl.float32), (words >> 24).to(tl.float32)
 
 
 @triton.jit
 def store_part(sums, axes, o_ptr, lse_ptr, part, plan: tl.constexpr):
     """Stores a unit's o and lse; `part` is the first of its rows."""
-    row, col = axes.row, axes.col
     rows: tl.constexpr = plan.group + plan.mean
-    o = sums.o / tl.where(sums.total == 0, 1.0, sums.total)[:, None]
-    inside = (row < rows) & (col < plan.head_dim)
-    tl.store(o_ptr + (part + row) * plan.head_dim + col, o, mask=inside)
+    if plan.int8:
+        a, b, c, d = sums.o
+        by_word = tl.join(tl.join(a, c), tl.join(b, d))
+        o = tl.reshape(by_word, [plan.mma_rows, plan.cols])
+    else:
+        (o,) = sums.o
+    o /= repeated(tl.where(sums.total == 0, 1.0, sums.total)[:, None], plan)
+    row = tl.arange(0, plan.mma_rows)[:, None]
+    inside = (row < rows) & (axes.col < plan.head_dim)
+    tl.store(o_ptr + (part + row) * plan.head_dim + axes.col, o, mask=inside)
     line = tl.arange(0, plan.rows)
     tl.store(lse_ptr + part + line, sums.top + tl.log(sums.total), mask=line < rows)

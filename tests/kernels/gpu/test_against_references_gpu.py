@@ -43,6 +43,7 @@ from tests.kernels.cases import shared_counts as shared_cases
 from tests.kernels.cases import table_candidates as candidate_cases
 from tests.kernels.cases import table_update as table_cases
 from tests.kernels.cases import window_attention as window_cases
+from tests.kernels.cases.named import as_type
 
 pytestmark = pytest.mark.gpu
 KERNEL = "triton"
@@ -177,7 +178,7 @@ def compare_tables(case, inputs, got, want):
 def attended(case, i, by):
     """The shares of every head and those of groups; the reference's are float32."""
     if by == "reference":
-        layer = i.layer._replace(k=i.layer.k.astype(jnp.float32))
+        layer = i.layer._replace(k=as_type(i.layer.k, jnp.float32, jnp.inf))
         i = i._replace(queries=i.queries.astype(jnp.float32), layer=layer)
     ways = [(group, over) for group in ("mean", "max") for over in ("competing", "held")]
     return [window_attention(*i, group=group, over=over, implementation=by) for group, over in ways]

@@ -38,15 +38,21 @@ PRODUCTS = [
 WIDE = norm_cases.Case("widest", rows=5, width=16384, dtype="bfloat16")
 
 
-def close(got, want, ulps=2):
-    """Roundings may differ by `ulps` units of the largest number."""
+def close(got, want, ulps=2, halfway=0.0):
+    """Roundings may differ by `ulps` units of the largest number.
+
+    One in a thousand may differ by that share of it, as do numbers that were halfway between two
+    integers.
+    """
     assert got.dtype == want.dtype
     got, want, step = (
         *(np.asarray(x, np.float64) for x in (got, want)),
         float(jnp.finfo(want.dtype).eps),
     )
     size = np.abs(want).max(axis=-1, keepdims=True)
-    assert (np.abs(got - want) <= ulps * step * size).all()
+    apart = np.abs(got - want)
+    assert (apart <= max(ulps * step, halfway) * size).all()
+    assert (apart > ulps * step * size).sum() <= max(apart.size / 1000, 1)
 
 
 @pytest.mark.parametrize("case", [*norm_cases.CASES, WIDE], ids=str)
@@ -91,7 +97,7 @@ def test_rope_append_matches_the_reference(case):
     got = run(heads.qkv, jax.tree.map(jnp.copy, layer), "triton")
     for ours, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         if jnp.issubdtype(ours.dtype, jnp.floating):
-            close(ours, theirs)
+            close(ours, theirs, halfway=0.05 if case.kept == "int8" else 0.0)
         elif ours.dtype == jnp.int8:  # numbers halfway between two integers
             apart = np.abs(np.asarray(ours, int) - np.asarray(theirs, int))
             assert apart.max() <= 1

@@ -72,7 +72,10 @@ def assert_same(got, want):
 def test_matches_the_reference(case, stats):
     inputs = case.build()
     want = attend(cast(inputs, jnp.float32), "reference", case.sm_scale, stats)
-    assert_near(attend(inputs, "triton", case.sm_scale, stats), want, inputs.q.dtype)
+    # queries for integer keys have 15 bits
+    coarser = case.int8 and inputs.q.dtype == jnp.float32
+    error_of = jnp.dtype(jnp.float16) if coarser else inputs.q.dtype
+    assert_near(attend(inputs, "triton", case.sm_scale, stats), want, error_of)
 
 
 @gpu
