@@ -3,10 +3,17 @@
 from dataclasses import replace
 
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from jsparse.cache import Int8Pages, LayerCache, PagePool, read_heads, read_pages, read_slots
+from jsparse.cache import (
+    Int8Pages,
+    LayerCache,
+    PagePool,
+    read_heads,
+    read_pages,
+    read_slots,
+    rounded_to,
+)
 from jsparse.selection import Selection, unpack_bits
 from jsparse.selection.attended import token_mask
 from jsparse.selection.partials import AttentionOut, MeanStatsKind, Stats, softmax_partial
@@ -139,13 +146,9 @@ def score(
 
 
 def _mean_query(grouped: Float[Array, "B K G H"]) -> Float[Array, "B K 1 H"]:
-    """Averages the group's queries, rounded to their type.
-
-    XLA may remove a cast to that type and back, but not `reduce_precision`.
-    """
+    """Averages the group's queries, rounded to their type."""
     mean = jnp.mean(grouped, axis=2, keepdims=True, dtype=jnp.float32)
-    kept = jnp.finfo(grouped.dtype)
-    return lax.reduce_precision(mean, kept.nexp, kept.nmant).astype(grouped.dtype)
+    return rounded_to(mean, grouped.dtype)
 
 
 def _report(

@@ -23,6 +23,7 @@ from jsparse.cache.reading import (
     read_pages,
     read_slots,
     rounded,
+    rounded_to,
     slot_positions,
 )
 from jsparse.cache.spec import CacheSpec
@@ -88,6 +89,7 @@ __all__ = [
     "read_slots",
     "replace_layer",
     "rounded",
+    "rounded_to",
     "slot_positions",
     "spec_of",
     "step_view",

@@ -14,12 +14,11 @@ from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, BFloat16, Bool, Float, Float32, Int8, Int32
 
 from jsparse.cache.layers import LayerCache, PagePool, TieredPool
 from jsparse.cache.placing import placed
-from jsparse.cache.reading import read_heads, read_pages, read_slots
+from jsparse.cache.reading import read_heads, read_pages, read_slots, rounded_to
 
 
 class PoolArrays(NamedTuple):
@@ -154,14 +153,10 @@ class Int8Pages(PagePool):
         """Returns the integers and the factors of rows."""
         reach, rows = self.lent_reach, rows.astype(jnp.float32)
         rows = rows if reach is None else rows / reach[:, None]
-        kept = jnp.finfo(jnp.bfloat16)
-        # XLA may remove a cast to that type and back, but not reduce_precision
-        step = lax.reduce_precision(
-            jnp.max(jnp.abs(rows), axis=-1, keepdims=True) / LARGEST, kept.nexp, kept.nmant
-        )
+        scales = rounded_to(jnp.max(jnp.abs(rows), axis=-1) / LARGEST, jnp.bfloat16)
+        step = scales.astype(jnp.float32)[..., None]
         nearest = jnp.round(rows / jnp.where(step == 0, 1.0, step))
-        integers = jnp.clip(nearest, -LARGEST, LARGEST).astype(jnp.int8)
-        return integers, step[..., 0].astype(jnp.bfloat16)
+        return jnp.clip(nearest, -LARGEST, LARGEST).astype(jnp.int8), scales
 
     @property
     def lent_reach(self) -> Float32[Array, "K H"] | None:

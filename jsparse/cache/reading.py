@@ -4,6 +4,8 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32
 
 from jsparse.cache.layers import LayerCache, PagePool
@@ -64,7 +66,7 @@ class _Plain(NamedTuple):
         return pages.reshape(*layer.lengths.shape, layer.capacity, *self.pages.shape[2:])
 
     def rounded(self, rows: Array) -> Array:
-        return rows.astype(self.pages.dtype)
+        return rounded_to(rows, self.pages.dtype)
 
 
 def _pool(pool: Array | PagePool) -> _Plain | PagePool:
@@ -74,6 +76,15 @@ def _pool(pool: Array | PagePool) -> _Plain | PagePool:
 def rounded(pool: Array | PagePool, rows: Float[Array, "B K T H"]) -> Float[Array, "B K T H"]:
     """Returns rows of K or V as reading returns them once `pool` holds them."""
     return _pool(pool).rounded(rows)
+
+
+def rounded_to(x: Float[Array, "*any"], dtype: DTypeLike) -> Float[Array, "*any"]:
+    """Returns numbers in a type, to whose precision they stay rounded in a wider one.
+
+    XLA may remove a cast to a narrower type and back, but not `reduce_precision`.
+    """
+    kept = jnp.finfo(dtype)
+    return lax.reduce_precision(x, kept.nexp, kept.nmant).astype(dtype)
 
 
 def slot_positions(layer: LayerCache) -> Int32[Array, "B K S"]:

@@ -20,7 +20,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
-from jsparse.cache import Int8Pages, LayerCache, TieredPool, map_pages, physical_pages
+from jsparse.cache import (
+    Int8Pages,
+    LayerCache,
+    TieredPool,
+    map_pages,
+    physical_pages,
+    rounded_to,
+)
 from jsparse.pallas_kernels.row_gather import row_gather
 from jsparse.shapes import BlockTable, Lengths
 
@@ -150,7 +157,7 @@ class HostPool(TieredPool):
 
     def rounded(self, rows: Array) -> Array:
         """Returns rows in the type of the values."""
-        return rows.astype(self.dtype)
+        return rounded_to(rows, self.dtype)
 
     def written(
         self,

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int32
 
+from jsparse.cache import rounded_to
 from jsparse.pallas_kernels.point_groups import (
     ROUNDING,
     Groups,
@@ -41,10 +42,9 @@ def centroid_update(
     centroid = (had[..., None] * old + added) / jnp.maximum(size, 1)[..., None]
     if normalise:
         centroid = unit_length(centroid)
-    # radii start at the stored (rounded) centroid; XLA may remove a conversion and its inverse
-    kind = jnp.finfo(groups.centroid.dtype)
-    centroid = jax.lax.reduce_precision(centroid, kind.nexp, kind.nmant)
-    stored = centroid.astype(groups.centroid.dtype)
+    # radii start at the stored (rounded) centroid
+    stored = rounded_to(centroid, groups.centroid.dtype)
+    centroid = stored.astype(jnp.float32)
 
     row, head = (i[..., None] for i in jnp.indices(group.shape[:2]))
     into = jnp.where(there, group, groups.size.shape[-1])

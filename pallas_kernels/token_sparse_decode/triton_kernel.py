@@ -23,7 +23,6 @@ from jsparse.pallas_kernels.token_sparse_decode.triton_reports import (
 )
 from jsparse.pallas_kernels.token_sparse_decode.triton_tiers import Pools, first_own_page, place
 
-
 LOG2_E = tl.constexpr(1.4426950408889634)  # exp2 takes fewer instructions than exp
 
 
