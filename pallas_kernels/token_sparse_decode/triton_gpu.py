@@ -27,6 +27,7 @@ from jsparse.selection.partials import AttentionOut, ListedLogits, Stats, StatsK
 
 MAX_SUMS = 64 * 128  # sums of V that fit in the registers of four warps
 LONG = 2048  # minimum capacity of long lists
+LONG_UNIT = 1024  # tokens
 
 
 class TokenTiling(NamedTuple):
@@ -107,25 +108,43 @@ class LaunchPlan:
 def default_tiling(
     head_dim: int, itemsize: int, capacity: int = 0, *, listed: bool = False, rows: int = 16
 ) -> TokenTiling:
-    """Chooses blocks of 16 KB of K, or of 4 KB if it is in 8 bits.
+    """Chooses blocks of 16 KB of K.
 
     Two blocks of K and two of V in flight, in each of three programs, fill an SM; if logits are
     listed, registers fit only two programs. With long lists, four programs of two warps have half
-    of that in flight each. In 8 bits, bytes need more arithmetic: eight programs of one warp, which
-    wait for no other warp, overlap it best.
+    of that in flight each.
     """
     width = triton.next_power_of_2(head_dim)
-    if itemsize == 1:
-        num_warps = triton.next_power_of_2(triton.cdiv(max(rows, 16) * width, MAX_SUMS // 4))
-        num_warps = num_warps if num_warps < 4 else 8
-        block = min(max(4096 // width, 32), 128)
-        return TokenTiling(block, 4, 128, max(8 // num_warps, 1), num_warps)
     block = min(max(16384 // (width * itemsize), 16), 128)
     if rows * width > MAX_SUMS:
         return TokenTiling(block, programs=2 if listed else 3, num_warps=8)
     if listed and capacity >= LONG:
         return TokenTiling(max(block // 2, 16), unit_blocks=4, programs=4, num_warps=2)
     return TokenTiling(block, programs=2 if listed else 3)
+
+
+def int8_tiling(head_dim: int, rows: int, longest: int) -> TokenTiling:
+    """Chooses blocks of 4 KB of K in 8 bits.
+
+    It needs more arithmetic per byte, which eight programs of one warp overlap best: they wait for
+    no other warp. The longest lists are cut into more units, so that those of one row occupy every
+    SM; of shorter lists, such units would be too short.
+
+    Args:
+        head_dim: H.
+        rows: of products with V.
+        longest: tokens of the longest list.
+    """
+    width = triton.next_power_of_2(head_dim)
+    num_warps = triton.next_power_of_2(triton.cdiv(rows * width, MAX_SUMS // 4))
+    num_warps = num_warps if num_warps < 4 else 8
+    return TokenTiling(
+        block=min(max(4096 // width, 32), 128),
+        unit_blocks=4,
+        max_units=min(max(longest // LONG_UNIT, 64), 128),
+        programs=8 // num_warps,
+        num_warps=num_warps,
+    )
 
 
 def sparse_decode(
@@ -148,13 +167,14 @@ def sparse_decode(
     queries = group + by_slot
     int8 = isinstance(layer.k, Int8Pages)
     rows = max(8 if int8 else 16, triton.next_power_of_2(queries))
-    if tiling is None:
-        itemsize = 1 if int8 else q.dtype.itemsize
-        tiling = default_tiling(head_dim, itemsize, capacity, listed=listed, rows=rows)
     tokens = 1 if selection.granularity == "token" else layer.page_size
     # a list, then the newest token
     longest = capacity * tokens + 1
     longest = longest if selection.dense is None else max(longest, layer.capacity)
+    if tiling is None and int8:
+        tiling = int8_tiling(head_dim, max(rows, 16), longest)
+    elif tiling is None:
+        tiling = default_tiling(head_dim, q.dtype.itemsize, capacity, listed=listed, rows=rows)
     splits = min(tiling.max_units, triton.cdiv(longest, tiling.block * tiling.unit_blocks))
     ring, pools = tiers(layer)
     plan = LaunchPlan(

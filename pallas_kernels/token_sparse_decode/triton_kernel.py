@@ -151,9 +151,12 @@ def attend(heads, pools, given, report, axes, head, split, plan: tl.constexpr):
     own_first = first_own_page(pools, head.pair)
     size = unit_size(head.entries, plan)
     first = split * size
+    q = queries(given, axes, head, plan)  # loads that depend on no other precede those that do
+    reach = load_reach(pools, axes, head, plan)
     slot, at, valid = find(heads, head, first + axes.offset, plan)
     scales = load_scales(pools, head, own_first, slot, at, valid, plan)
-    q = integers(given, pools, axes, head, plan) if plan.int8 else queries(given, axes, head, plan)
+    if plan.int8:
+        q = integers(q, reach, plan)
     sums = no_sums(plan)
     for start in range(first, tl.minimum(first + size, head.entries), plan.block):
         # found a block ahead, so that the dependent loads of K and V overlap with the arithmetic
@@ -200,9 +203,11 @@ def load_scales(pools, head, own_first, slot, at, valid, plan: tl.constexpr):
 def queries(given, axes, head, plan: tl.constexpr):
     """Loads the rows of a group's queries, preceded by their mean if its logits are requested.
 
-    The mean is rounded to their type, as an operand.
+    The mean is rounded to their type, as an operand. In 8 bits, the rows are there twice.
     """
     row, col = axes.row, axes.col
+    if plan.int8:
+        row = tl.arange(0, 2 * plan.rows)[:, None] % plan.rows
     own = (row >= plan.mean) & (row < plan.mean + plan.group) & (col < plan.head_dim)
     first = (head.pair * plan.group + row - plan.mean) * plan.head_dim
     q = tl.load(given.q + first + col, mask=own, other=0.0)
@@ -213,24 +218,29 @@ def queries(given, axes, head, plan: tl.constexpr):
 
 
 @triton.jit
-def integers(given, pools, axes, head, plan: tl.constexpr):
-    """Returns queries for integer keys, in 15 bits, and the scale of each.
-
-    Their rows are those of `queries`, first as the upper 8 bits, then as the lower: one MMA
-    multiplies both by K.
-    """
-    R: tl.constexpr = plan.rows
-    twice = tl.arange(0, 2 * R)[:, None]
-    upper = twice < R
-    q = queries(given, Axes(twice % R, axes.col, axes.offset), head, plan).to(tl.float32)
-    q *= plan.scale
+def load_reach(pools, axes, head, plan: tl.constexpr):
+    """Loads the reach of a head's channels [1, cols], 1 if there is none."""
+    reach = tl.full([1, plan.cols], 1.0, tl.float32)
     if pools.reach is not None:
         first = pools.reach + head.pair % plan.heads * plan.head_dim
-        q *= tl.load(first + axes.col, mask=axes.col < plan.head_dim, other=0.0)
+        reach = tl.load(first + axes.col, mask=axes.col < plan.head_dim, other=0.0)
+    return reach
+
+
+@triton.jit
+def integers(q, reach, plan: tl.constexpr):
+    """Returns queries for integer keys, in 15 bits, and the scale of each.
+
+    Of the rows, which are there twice, the first get the upper 8 bits and the others the lower: one
+    MMA multiplies both by K.
+    """
+    R: tl.constexpr = plan.rows
+    q = q.to(tl.float32) * (reach * plan.scale)
     largest = tl.max(tl.abs(q), 1)
     scale = tl.where(largest > 0, largest * (1 / (127 * 256)), 1.0)
     whole = tl.floor(q / scale[:, None] + 0.5).to(tl.int32)
     high = (whole + 128) >> 8
+    upper = tl.arange(0, 2 * R)[:, None] < R
     of_both = tl.where(upper, high, whole - high * 256).to(tl.int8)
     return of_both, tl.max(tl.reshape(scale, [2, R]), 0)
 
