@@ -1,6 +1,7 @@
 """Fills a cache or a session with random K and V, for timings without a prompt."""
 
 import functools
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -26,6 +27,8 @@ from jsparse.policy import Policy
 from jsparse.runtime.constants import constants
 from jsparse.runtime.session import PrefillResult, Session
 from jsparse.runtime.spread_programs import by_rank, same_on_all
+
+PARTS = 16  # equal parts of a random pool in 8 bits
 
 
 def full_session(
@@ -99,7 +102,10 @@ def _filled(seed: Array, like: Array | Int8Pages) -> Array | Int8Pages:
     """Returns random numbers in the shape of `like`, a pool of zeros."""
     key = jax.random.key(seed)
     if isinstance(like, Int8Pages):  # with a standard deviation of 1, but for the keys' reach
-        values = jax.random.randint(key, like.shape, -64, 64, jnp.int8)
+        # drawing takes eight bytes per number, so larger pools repeat a part
+        part = like.shape[0] // math.gcd(like.shape[0], PARTS), *like.shape[1:]
+        values = jax.random.randint(key, part, -64, 64, jnp.int8)
+        values = jnp.broadcast_to(values, (like.shape[0] // part[0], *part)).reshape(like.shape)
         return replace(like, values=values, scales=like.scales + jnp.bfloat16(1 / 37))
     return like + jax.random.normal(key, like.shape, like.dtype)
 
