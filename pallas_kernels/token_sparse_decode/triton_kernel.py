@@ -203,7 +203,7 @@ def load_scales(pools, head, own_first, slot, at, valid, plan: tl.constexpr):
 def queries(given, axes, head, plan: tl.constexpr):
     """Loads the rows of a group's queries, preceded by their mean if its logits are requested.
 
-    The mean is rounded to their type, as an operand. In 8 bits, the rows are there twice.
+    The mean is rounded to their type, as an operand. For K in 8 bits, the rows repeat once.
     """
     row, col = axes.row, axes.col
     if plan.int8:
@@ -231,8 +231,8 @@ def load_reach(pools, axes, head, plan: tl.constexpr):
 def integers(q, reach, plan: tl.constexpr):
     """Returns queries for integer keys, in 15 bits, and the scale of each.
 
-    Of the rows, which are there twice, the first get the upper 8 bits and the others the lower: one
-    MMA multiplies both by K.
+    Of a query's two rows, the first gets the upper 8 bits and the second the lower, so that one MMA
+    multiplies both by K.
     """
     R: tl.constexpr = plan.rows
     q = q.to(tl.float32) * (reach * plan.scale)
