@@ -50,14 +50,14 @@ CASES = {
     "page_bounds": "ragged",
     "place_logits": "any dense_and_listed",
     "residual_norm": "few",
-    "rope_append": "normed several",
+    "rope_append": "normed several int8",
     "row_gather": "far_ids odd_width",
     "row_scatter": "odd_width",
     "runs_to_tokens": "outside one_slot",
     "shared_counts": "an_empty_list",
     "table_update": "penalty",
     "threshold_select": "always_max top_p_bfloat16 top_p_long_row",
-    "token_sparse": "dense_and_sparse",
+    "token_sparse": "dense_and_sparse int8_dense",
     "window_attention": "bias",
 }
 
