@@ -22,6 +22,7 @@ from jsparse.runtime.sampling_params import SamplingParams as SamplingParams
 from jsparse.runtime.scoring import logits as logits
 from jsparse.selection import Selection as Selection
 from jsparse.text.reasoning import split_reasoning as split_reasoning
+from jsparse.text.tool_calls import split_tool_calls as split_tool_calls
 
 # isort: split
 # policies: written by .ci/policy_tables.py

@@ -96,7 +96,7 @@ class Conversation:
 
         Args:
             messages: the conversation, dicts with role and content; or a dict of these `messages`
-                and `chat_template_kwargs`.
+                with `chat_template_kwargs`, `tools` and the like.
             streamer: a callable that receives each new piece of the output, or an object with
                 Hugging Face's `put` and `end`.
             on_progress: a callable that receives ("prefill" | "decode", done, total), in tokens.

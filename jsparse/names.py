@@ -168,7 +168,6 @@ CHAT: Mapping[str, Refusal] = {
         "the model's own template is used; jsparse.load(model, tokenizer=…) takes another"
     ),
     "chat_template_content_format": Refusal("content is text", "auto"),
-    "tools": Refusal("tools are not supported"),
 }
 """vLLM's names, for `LLM.chat`."""
 

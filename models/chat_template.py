@@ -8,6 +8,7 @@ import functools
 import json
 import reprlib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
@@ -48,11 +49,14 @@ class ChatOptions(NamedTuple):
         add_generation_prompt: whether the model starts a message; None: unless it continues one.
         continue_final_message: whether the model continues the last message.
         chat_template_kwargs: the template's own variables, such as {"enable_thinking": False}.
+        tools: functions that the model may call, {"type": "function", "function": {"name": …,
+            "description": …, "parameters": a JSON schema}}.
     """
 
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     chat_template_kwargs: Mapping[str, Any] = MappingProxyType({})
+    tools: Sequence[Mapping[str, Any]] | None = None
 
     @property
     def generates(self) -> bool:
@@ -62,19 +66,19 @@ class ChatOptions(NamedTuple):
 
 
 PLAIN_CHAT = ChatOptions()
-SETS = {"messages", "add_generation_prompt", "continue_final_message"}
+SETS = {"messages", "add_generation_prompt", "continue_final_message", "tools"}
 """The variables of a template that other options set."""
 
 
 def variables(options: ChatOptions, template: str) -> dict[str, Any]:
-    """Returns the variables that a template gets from `chat_template_kwargs`.
+    """Returns the variables that a template gets from `chat_template_kwargs` and `tools`.
 
     A variable that the template lacks may only be false or None, which asks for nothing.
 
     Raises:
         ValueError: an option is invalid, or asks for what the template cannot do.
     """
-    added, continued, given = options
+    added, continued, given, tools = options
     for name, value in (("add_generation_prompt", added), ("continue_final_message", continued)):
         if not isinstance(value, bool | None):
             raise ValueError(f"{name}={value!r}: must be True or False")
@@ -85,7 +89,8 @@ def variables(options: ChatOptions, template: str) -> dict[str, Any]:
     if not isinstance(given, Mapping) or not _is_json(given):
         shown = reprlib.repr(given)
         raise ValueError(f"chat_template_kwargs={shown}: must be a dict of what JSON can hold")
-    own = _variables(template)
+    read = _variables(template)
+    own = read - SETS
     for name, value in given.items():
         shown = f"chat_template_kwargs={{{name!r}: {reprlib.repr(value)}}}"
         if name in SETS:
@@ -93,7 +98,25 @@ def variables(options: ChatOptions, template: str) -> dict[str, Any]:
         if value and name not in own:
             others = f"it has {', '.join(sorted(own))}" if own else "it has none"
             raise ValueError(f"{shown}: must be a variable of the chat template, and {others}")
-    return {name: value for name, value in given.items() if name in own}
+    found = {name: value for name, value in given.items() if name in own}
+    if not tools:
+        return found
+    _check_tools(tools)
+    if "tools" not in read:
+        raise ValueError(f"tools={reprlib.repr(tools)}: the chat template of the model takes none")
+    return found | {"tools": [*tools]}
+
+
+def _check_tools(tools: Any) -> None:
+    """Raises ValueError if tools are not functions as OpenAI describes them."""
+    shape = "{'type': 'function', 'function': {'name': …}}, of what JSON can hold"
+    for index, tool in enumerate(tools if isinstance(tools, Sequence) else [tools]):
+        kind, function = (
+            (tool.get("type"), tool.get("function")) if isinstance(tool, Mapping) else (None, None)
+        )
+        named = isinstance(function, Mapping) and isinstance(function.get("name"), str)
+        if kind != "function" or not named or not function["name"] or not _is_json(tool):
+            raise ValueError(f"tools[{index}]={reprlib.repr(tool)}: must be {shape}")
 
 
 def _is_json(value: Any) -> bool:
@@ -129,8 +152,12 @@ def joined(content: Any) -> str:
     return "".join(part["text"] for part in content)
 
 
-def with_text(messages: Any) -> Any:
-    """Returns messages with the text of contents in parts; `render` checks the rest."""
+def normalised(messages: Any) -> Any:
+    """Returns messages in the form that templates take; `render` checks the rest.
+
+    Parts of a content become one text, the arguments of calls objects, and a message of calls alone
+    has an empty content.
+    """
     plain = []
     for index, message in enumerate(messages):
         content = message.get("content") if isinstance(message, Mapping) else None
@@ -139,8 +166,33 @@ def with_text(messages: Any) -> Any:
                 message = {**message, "content": joined(content)}
             except ValueError as error:
                 raise ValueError(f"messages[{index}]['content'] {error}") from None
+        if isinstance(message, Mapping) and message.get("tool_calls"):
+            calls = _with_objects(message["tool_calls"], f"messages[{index}]['tool_calls']")
+            message = {**message, "content": message.get("content") or "", "tool_calls": calls}
         plain.append(message)
     return plain
+
+
+def _with_objects(calls: Any, where: str) -> list[Any]:
+    """Returns calls with their arguments as objects; clients send them as JSON in a string."""
+    made = []
+    for index, call in enumerate(calls if isinstance(calls, list | tuple) else [calls]):
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise ValueError(
+                f"{where}[{index}] is {reprlib.repr(call)}; it must have a function with a name"
+            )
+        arguments = function.get("arguments") or {}
+        if isinstance(arguments, str):
+            with suppress(ValueError, RecursionError):
+                arguments = json.loads(arguments)
+        if not isinstance(arguments, Mapping):
+            raise ValueError(
+                f"{where}[{index}]['function']['arguments'] is {reprlib.repr(arguments)}; it must "
+                "be a JSON object"
+            )
+        made.append({**call, "function": {**function, "arguments": arguments}})
+    return made
 
 
 def _check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
@@ -173,7 +225,7 @@ def _variables(template: str) -> frozenset[str]:
         found = meta.find_undeclared_variables(environment.parse(template))
     except TemplateSyntaxError:
         return frozenset()  # `render` says what is wrong
-    return frozenset(found - SETS - environment.globals.keys())
+    return frozenset(found - environment.globals.keys())
 
 
 @functools.cache

@@ -203,7 +203,7 @@ class Tokenizer:
                 return {hidden(name): hidden(each) for name, each in value.items()}
             return [*map(hidden, value)] if isinstance(value, list | tuple) else value
 
-        whole = chat_templates.with_text(messages)
+        whole = chat_templates.normalised(messages)
         if not special_tokens:
             whole, extra = hidden(whole), hidden(extra)
         if options.continue_final_message and whole:

@@ -197,7 +197,6 @@ def test_unsupported_methods_of_an_llm_are_refused(llm):
         (lambda: llm.generate("a", lora_request=3), "lora_request=3: adapters are not"),
         (lambda: llm.generate(None, prompt_token_ids=[1]), "prompt_token_ids=[1]: give token ids"),
         (lambda: llm.chat([], chat_template="x"), "chat_template='x': the model's own"),
-        (lambda: llm.chat([], tools=[1]), "tools=[1]: tools are not supported"),
         (lambda: jsparse.LLM(params, dtype="float16"), "dtype='float16': the model"),
         (lambda: jsparse.LLM(params, revision="a"), "revision='a': the model is"),
         (lambda: jsparse.LLM(3), "model=3: must be"),  # type: ignore[arg-type]

@@ -150,6 +150,13 @@ class ServerFlags:
             "do the same."
         ),
     ] = None
+    tool_call_parser: Annotated[
+        Literal["hermes", "llama3_json"] | None,
+        Option(
+            help="How the model writes tool calls: hermes is that of Qwen too. The default is as "
+            "its chat template tells."
+        ),
+    ] = None
     special_tokens_in_messages: Annotated[
         bool,
         Option(
@@ -262,6 +269,7 @@ def serve(
         special_tokens=server.special_tokens_in_messages,
         template_kwargs=variables,
         splits_reasoning=server.reasoning_parser is not None,
+        tool_call_parser=server.tool_call_parser,
         aliases=tuple(aliases),
         drain_seconds=server.drain_seconds,
     )

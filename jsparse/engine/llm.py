@@ -103,15 +103,18 @@ class LLM:
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[RequestOutput]:
         """Replies to a conversation (a list of dicts with role and content), or to a list of them.
 
         The model starts a message (`add_generation_prompt`) or continues the last one
         (`continue_final_message`). `chat_template_kwargs` are variables of the chat template, such
-        as {"enable_thinking": False}. Other arguments and the result are as for `generate`.
+        as {"enable_thinking": False}. `tools` are functions that the model may call, as OpenAI
+        describes them; `split_tool_calls` finds the calls in an output. Other arguments and the
+        result are as for `generate`.
 
         Raises:
-            ValueError: as for `generate`, or the template has no such variable.
+            ValueError: as for `generate`, or the template has no such variable, or takes no tools.
         """
         first = messages[0] if isinstance(messages, Sequence) and messages else None
         talks = [messages] if isinstance(first, dict) else messages
@@ -127,6 +130,7 @@ class LLM:
             "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message,
             "chat_template_kwargs": chat_template_kwargs or {},
+            "tools": tools,
         }
         prompts = [{"messages": talk} | options for talk in talks]
         return self._generate(prompts, sampling_params, use_tqdm, on_output)

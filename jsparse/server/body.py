@@ -23,10 +23,6 @@ REFUSED = {
     "modalities": "only text is generated",
     "response_format": "structured output is not supported",
     "suffix": "text is continued, never filled in",
-    "tool_call_id": "tools are not supported",
-    "tool_calls": "tools are not supported",
-    "tool_choice": "tools are not supported",
-    "tools": "tools are not supported",
 }
 # values without effect, which some clients send; they are dropped
 NOTHING_ASKED: dict[str, tuple[Any, ...]] = {
@@ -45,7 +41,7 @@ NOTHING_ASKED: dict[str, tuple[Any, ...]] = {
     "return_tokens_as_token_ids": (False,),
     "suffix": ("",),
     "tool_calls": ([],),
-    "tool_choice": ("none", "auto"),  # tools are refused
+    "tool_choice": ("auto",),
     "tools": ([],),
     "verbosity": ("medium",),
 }

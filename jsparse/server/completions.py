@@ -1,12 +1,14 @@
 """Handles /v1/completions and /v1/chat/completions."""
 
+import secrets
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -18,7 +20,8 @@ from jsparse.server.prompt_stream import PromptStream, all_of, usage
 from jsparse.server.protocol import SAME, ChatRequest, CompletionRequest, TemplateFields
 from jsparse.server.service import Service
 from jsparse.server.sse import DONE, ClientGone, EventStream, event, merged, unless_gone
-from jsparse.text.reasoning import ReasoningSplitter, Split
+from jsparse.text.reasoning import ReasoningSplitter
+from jsparse.text.tool_calls import ToolCall, ToolCallParser
 
 # the fields of requests, by their names in the engine's errors
 NAMES = {name: name for name in SAME} | {"max_tokens": "max_tokens"}
@@ -69,7 +72,7 @@ class ResponseWriter(ABC):
                 self.take(completion)
         choices = [
             self.choice(completion, nth)
-            | {"index": self._index(nth, completion), "finish_reason": completion.finish_reason}
+            | {"index": self._index(nth, completion), "finish_reason": self.reason(completion)}
             for nth, output in enumerate(outputs)
             for completion in output.outputs
         ]
@@ -114,7 +117,7 @@ class ResponseWriter(ABC):
                 continue
             choices.append(
                 self.piece(completion, prompt, offsets.get(index))
-                | {"index": index, "finish_reason": completion.finish_reason}
+                | {"index": index, "finish_reason": self.reason(completion)}
             )
             width = (
                 self.service.texts.width(completion) if completion.token_logprobs is not None else 0
@@ -135,6 +138,10 @@ class ResponseWriter(ABC):
                 and (completion.token_logprobs or completion.finish_reason or first)
             )
         )
+
+    def reason(self, completion: CompletionOutput) -> str | None:
+        """Returns why a completion ended; None if it has not."""
+        return completion.finish_reason
 
     def usage(self, outputs: Sequence[RequestOutput], new: int) -> dict[str, Any]:
         """Returns the usage, from the last output of each prompt and the number of new tokens."""
@@ -174,44 +181,85 @@ class Completions(ResponseWriter):
         return {"text": echoed + completion.text, "logprobs": logprobs}
 
 
+class Part(NamedTuple):
+    """A new part of a chat's completion.
+
+    Attributes:
+        answer: what it says.
+        reasoning: what precedes the answer.
+        calls: tools that it calls.
+    """
+
+    answer: str
+    reasoning: str = ""
+    calls: tuple[dict[str, Any], ...] = ()
+
+
 @dataclass
 class Chats(ResponseWriter):
     """Completions in the format of /v1/chat/completions.
 
-    `splitters` split the completions' texts into reasoning and answer, by index; None: no text is
-    split.
+    `splitters` split the completions' texts into reasoning and answer, by index, and `parsers` the
+    answers into text and calls; None: texts are not split.
     """
 
     splitters: Sequence[ReasoningSplitter] | None = None
-    # the newest part of each text
-    _split: dict[int, Split] = field(default_factory=dict)
+    parsers: Sequence[ToolCallParser] | None = None
+    _parts: dict[int, Part] = field(default_factory=dict)  # the newest of each completion
+    _called: Counter[int] = field(default_factory=Counter)  # the calls of each completion
 
     whole_kind, piece_kind = "chat.completion", "chat.completion.chunk"
 
     def take(self, completion: CompletionOutput) -> None:
-        split = Split("", completion.text)
+        nth, ended = completion.index, completion.finish_reason is not None
+        part = Part(completion.text)
         if self.splitters is not None:
-            ended = completion.finish_reason is not None
-            given = completion.text, completion.token_ids
-            split = self.splitters[completion.index].push(*given, ended=ended)
-        self._split[completion.index] = split
+            split = self.splitters[nth].push(part.answer, completion.token_ids, ended=ended)
+            part = Part(split.answer, split.reasoning)
+        if self.parsers is not None:
+            said, found = self.parsers[nth].push(part.answer, ended=ended)
+            if self.request.parallel_tool_calls is False:
+                found = found[: 1 - self._called[nth]]
+            calls = tuple(_call(call, n) for n, call in enumerate(found, self._called[nth]))
+            self._called[nth] += len(calls)
+            part = Part(said, part.reasoning, calls)
+        self._parts[nth] = part
 
     def choice(self, completion: CompletionOutput, prompt: int) -> dict[str, Any]:
-        message = {"role": "assistant", "refusal": None} | self._parts(completion)
+        answer, reasoning, calls = self._parts[completion.index]
+        message: dict[str, Any] = {"role": "assistant", "refusal": None, "content": answer}
+        if reasoning:
+            message["reasoning_content"] = reasoning
+        if calls:
+            message["content"] = answer or None
+            # their order is the index
+            message["tool_calls"] = [
+                {name: x for name, x in call.items() if name != "index"} for call in calls
+            ]
         return {"message": message, "logprobs": self._logprobs(completion)}
 
     def piece(
         self, completion: CompletionOutput, prompt: int, offset: int | None
     ) -> dict[str, Any]:
-        delta = {"role": "assistant"} if offset is None else {}
-        return {
-            "delta": delta | self._parts(completion),
-            "logprobs": self._logprobs(completion),
-        }
+        answer, reasoning, calls = self._parts[completion.index]
+        delta: dict[str, Any] = {"role": "assistant"} if offset is None else {}
+        if answer or not calls:
+            delta["content"] = answer
+        if reasoning:
+            delta["reasoning_content"] = reasoning
+        if calls:
+            delta["tool_calls"] = [*calls]
+        return {"delta": delta, "logprobs": self._logprobs(completion)}
+
+    def reason(self, completion: CompletionOutput) -> str | None:
+        if completion.finish_reason == "stop" and self._called[completion.index]:
+            return "tool_calls"
+        return completion.finish_reason
 
     def _has_news(self, completion: CompletionOutput, *, first: bool) -> bool:
-        text = "".join(self._split[completion.index])
-        return super()._has_news(replace(completion, text=text), first=first)
+        answer, reasoning, calls = self._parts[completion.index]
+        text = answer + reasoning
+        return bool(calls) or super()._has_news(replace(completion, text=text), first=first)
 
     def usage(self, outputs: Sequence[RequestOutput], new: int) -> dict[str, Any]:
         made = super().usage(outputs, new)
@@ -220,15 +268,20 @@ class Chats(ResponseWriter):
             made["completion_tokens_details"] = {"reasoning_tokens": tokens}
         return made
 
-    def _parts(self, completion: CompletionOutput) -> dict[str, str]:
-        """Returns the content of a completion or a piece of it, and its reasoning, if any."""
-        reasoning, answer = self._split[completion.index]
-        return {"content": answer} | ({"reasoning_content": reasoning} if reasoning else {})
-
     def _logprobs(self, completion: CompletionOutput) -> dict[str, Any] | None:
         if completion.token_logprobs is None:
             return None
         return self.service.texts.chat_logprobs(completion)
+
+
+def _call(call: ToolCall, index: int) -> dict[str, Any]:
+    """Returns a call in OpenAI's format."""
+    return {
+        "index": index,
+        "id": f"call_{secrets.token_hex(12)}",
+        "type": "function",
+        "function": call._asdict(),
+    }
 
 
 async def complete(service: Service, http: HttpRequest) -> Response:
@@ -269,6 +322,7 @@ async def _chat(service: Service, request: ChatRequest) -> ResponseWriter:
     names = service.knobs | CHAT_NAMES
     request.check_likely(service.options.max_logprobs)
     try:
+        parser = service.tool_parser() if request.offered else None
         rows = await service.encode(request.chat(request.messages, service.options.template_kwargs))
         max_new_tokens = request.max_new_tokens or service.room(rows[0])
         options = request.sampling(max_new_tokens, service.temperature)
@@ -276,10 +330,11 @@ async def _chat(service: Service, request: ChatRequest) -> ResponseWriter:
         if service.options.splits_reasoning:
             begun = request.messages[-1].content if request.continue_final_message else None
             splitters = service.texts.splitters(rows[0], begun, options.n)
+        parsers = [parser() for _ in range(options.n)] if parser else None
         streams = await service.ask("chatcmpl", rows, [options])
     except Exception as error:
         raise as_api_error(error, names) from error
-    return Chats(service, request, streams, [], splitters=splitters)
+    return Chats(service, request, streams, [], splitters=splitters, parsers=parsers)
 
 
 async def _response(writer: ResponseWriter, http: HttpRequest) -> Response:

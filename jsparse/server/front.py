@@ -41,6 +41,7 @@ class Options:
         special_tokens: whether special tokens that are spelled in messages count as such.
         template_kwargs: the default variables of the chat template.
         splits_reasoning: whether replies to chats have their reasoning in a field of its own.
+        tool_call_parser: how the model writes calls; None: as its chat template tells.
         aliases: further names of the model.
         drain_seconds: seconds that requests may still take when the server shuts down.
     """
@@ -55,6 +56,7 @@ class Options:
     special_tokens: bool = False
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     splits_reasoning: bool = False
+    tool_call_parser: str | None = None
     aliases: tuple[str, ...] = ()
     drain_seconds: float = 30.0
 

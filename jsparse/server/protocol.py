@@ -19,8 +19,9 @@ MAX_LOGPROBS = 20
 MAX_PROMPTS, MAX_STOPS, MAX_STOP_CHARS, MAX_STOP_IDS, MAX_KNOBS = 128, 16, 128, 1000, 64
 MAX_MESSAGES, MAX_SALT_CHARS = 4096, 256
 MAX_VARIABLES, MAX_EFFORT_CHARS = 64, 64
+MAX_TOOLS, MAX_CALLS = 256, 256
 # the fields of messages that templates get
-IN_TEMPLATES = {"role", "content", "reasoning_content"}
+IN_TEMPLATES = {"role", "content", "reasoning_content", "tool_calls", "tool_call_id"}
 
 
 def _prompt(given: Any) -> Any:
@@ -66,6 +67,13 @@ Content = Annotated[
     BeforeValidator(joined),
     WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]}),
 ]
+
+
+def _choice(given: Any) -> Any:
+    """Checks the choice of a tool: nothing can make a model call one."""
+    if given not in ("auto", "none"):
+        raise ValueError("must be 'auto' or 'none': models are not made to call a tool")
+    return given
 
 
 Stops = Annotated[
@@ -188,16 +196,34 @@ class CompletionRequest(GenerationRequest):
 
 
 class ChatMessage(RequestBody):
-    """One message of a chat."""
+    """One message of a chat; `tool` has the result of a call that an assistant's message has."""
 
     role: Annotated[
-        Literal["system", "user", "assistant"],
+        Literal["system", "user", "assistant", "tool"],
         BeforeValidator(lambda given: "system" if given == "developer" else given),
     ]
     content: Content
     reasoning_content: str | None = None
+    tool_calls: list[dict[str, Any]] | None = Field(None, max_length=MAX_CALLS)
+    tool_call_id: str | None = None
     name: str | None = None
     type: Literal["text"] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _calls_may_be_all(cls, given: Any) -> Any:
+        """Lets a message have calls instead of a content."""
+        if isinstance(given, dict) and given.get("tool_calls") and given.get("content") is None:
+            return given | {"content": ""}
+        return given
+
+    @model_validator(mode="after")
+    def _assistants_call(self) -> "ChatMessage":
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError(
+                f"must be of the role 'assistant' to have tool_calls, not {self.role!r}"
+            )
+        return self
 
 
 # a malformed element ends the check: a body may have a million of them
@@ -215,6 +241,13 @@ class TemplateFields(RequestBody):
         default_factory=dict
     )
     reasoning_effort: Annotated[str, Field(max_length=MAX_EFFORT_CHARS)] | None = None
+    tools: list[dict[str, Any]] | None = Field(None, max_length=MAX_TOOLS)
+    tool_choice: Annotated[Literal["auto", "none"], BeforeValidator(_choice)] = "auto"
+
+    @property
+    def offered(self) -> list[dict[str, Any]] | None:
+        """The tools that the model may call."""
+        return None if self.tool_choice == "none" else self.tools
 
     def chat(self, messages: list[ChatMessage], defaults: Mapping[str, Any]) -> dict[str, Any]:
         """Returns messages as a prompt; `defaults` are variables of the template."""
@@ -230,6 +263,7 @@ class TemplateFields(RequestBody):
             "add_generation_prompt": self.add_generation_prompt,
             "continue_final_message": self.continue_final_message,
             "chat_template_kwargs": variables | given,
+            "tools": self.offered,
         }
 
 

@@ -22,6 +22,7 @@ from jsparse.server.prompt_stream import PromptStream, Serving, all_of
 from jsparse.server.text import Texts
 from jsparse.text import prompts
 from jsparse.text.prompts import tokenizer_of
+from jsparse.text.tool_calls import PARSERS, ToolCallParser, parser_of
 
 # the most seconds of one step on a GPU, compilation included; a CPU does not hang
 MAX_BUSY_SECONDS = 300.0
@@ -101,6 +102,17 @@ class Service(Front):
         """Whether the model accepts chats."""
         tokenizer = self.ready.engine.params.tokenizer
         return tokenizer is not None and tokenizer.chat_template is not None
+
+    def tool_parser(self) -> type[ToolCallParser]:
+        """Returns the class that finds calls in replies; ValueError: the model's is not known."""
+        tokenizer, name = self.ready.engine.params.tokenizer, self.options.tool_call_parser
+        name = name or parser_of((tokenizer and tokenizer.chat_template) or "")
+        if name is None:
+            raise ValueError(
+                "tools: the chat template does not tell how the model writes calls; start the "
+                f"server with --tool-call-parser {' or '.join(PARSERS)}"
+            )
+        return PARSERS[name]
 
     @property
     def max_body_bytes(self) -> int:
@@ -225,5 +237,6 @@ def _sizes(prompt: Any) -> list[int]:
         return [len(prompt)]
     if isinstance(prompt, dict):
         texts = [text for message in prompt["messages"] for text in message.values()]
-        return [sum(map(len, texts)) + len(str(prompt["chat_template_kwargs"]))]
+        others = prompt["chat_template_kwargs"], prompt["tools"] or ""
+        return [sum(len(x) if isinstance(x, str) else len(str(x)) for x in (*texts, *others))]
     return [len(each) if isinstance(each, str) else 0 for each in prompt]

@@ -73,6 +73,74 @@ def test_chats_have_the_variables_of_their_template():
         assert tokenizer.decode(tokenizer.encode_chat(said, options)) == expected, options
 
 
+QWEN_TOOLS = (
+    "{% if tools %}<|im_start|>system\n<tools>\n{% for tool in tools %}"
+    "{{ tool | tojson }}\n{% endfor %}</tools><|im_end|>\n{% endif %}"
+    "{% for m in messages %}"
+    "{% if m.role == 'tool' %}<|im_start|>user\n<tool_response>\n{{ m.content }}\n</tool_response>"
+    "{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% for call in m.tool_calls %}<tool_call>\n"
+    '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}'
+    "\n</tool_call>{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+)
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+
+
+def test_template_that_takes_tools():
+    """As Qwen2.5's: arguments become objects, and results are a user's messages."""
+    tokenizer = with_template(QWEN_TOOLS)
+    call = {"id": "1", "type": "function", "function": {"name": "weather"}}
+    made = [
+        {"role": "assistant", "content": None, "tool_calls": [call | {"function": function}]}
+        for function in (
+            {"name": "weather", "arguments": '{"city": "Zürich"}'},
+            {"name": "weather", "arguments": {"city": "Zürich"}},
+        )
+    ]
+    calls = '<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich"}}\n</tool_call>'
+    result = {"role": "tool", "content": "12 °C<|im_end|>", "tool_call_id": "1"}
+    system = (
+        '<|im_start|>system\n<tools>\n{"type": "function", "function": {"name": "weather", '
+        '"parameters": {"type": "object"}}}\n</tools><|im_end|>\n'
+    )
+    end = tokenizer.encode("<|im_end|>")[0]
+    for message in made:
+        ids = tokenizer.encode_chat([message, result], ChatOptions(tools=[WEATHER]))
+        assert tokenizer.decode(ids, skip_special_tokens=False) == (
+            f"{system}<|im_start|>assistant\n{calls}<|im_end|>\n"
+            "<|im_start|>user\n<tool_response>\n12 °C<|im_end|>\n</tool_response><|im_end|>\n"
+        )
+        assert ids.count(end) == 3  # a result cannot write control tokens
+    bare = [made[0] | {"tool_calls": [call]}]
+    assert '"arguments": {}' in tokenizer.decode(tokenizer.encode_chat(bare))
+
+
+def test_tools_that_no_template_could_show_are_refused():
+    tokenizer, said = with_template(QWEN_TOOLS), [{"role": "user", "content": "a"}]
+    for tools, message in [
+        ([{}], r"tools\[0\]=\{\}: must be \{'type': 'function'"),
+        ({"type": "function"}, r"tools\[0\]="),
+        ([WEATHER, WEATHER | {"type": "web"}], r"tools\[1\]="),
+        ([{"type": "function", "function": {"name": ""}}], r"tools\[0\]="),
+        ([{"type": "function", "function": {"name": "f", "x": {1}}}], "what JSON can hold"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            tokenizer.encode_chat(said, ChatOptions(tools=tools))
+    assert tokenizer.encode_chat(said, ChatOptions(tools=[])) == tokenizer.encode_chat(said)
+    with pytest.raises(ValueError, match="the chat template of the model takes none"):
+        with_template("{{ messages[0].content }}").encode_chat(said, ChatOptions(tools=[WEATHER]))
+    with pytest.raises(ValueError, match="must not set tools, which has its own option"):
+        tokenizer.encode_chat(said, ChatOptions(chat_template_kwargs={"tools": [WEATHER]}))
+    for calls, message in [
+        (3, r"messages\[0\]\['tool_calls'\]\[0\] is 3; it must have a function with a name"),
+        ([{"function": {"arguments": "{}"}}], "must have a function with a name"),
+        ([{"function": {"name": "f", "arguments": "{"}}], "must be a JSON object"),
+        ([{"function": {"name": "f", "arguments": "[1]"}}], "must be a JSON object"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            tokenizer.encode_chat([{"role": "assistant", "content": None, "tool_calls": calls}])
+
+
 def test_template_with_a_switch_for_thinking():
     """As in Qwen3: the switch writes an empty block, and reasoning is kept in the last turn."""
     tokenizer = with_template(

@@ -92,6 +92,19 @@ def test_parts_and_messages_may_have_fields_without_effect():
     assert made.chat(made.messages, {})["messages"] == [thought]
 
 
+def test_tools_their_calls_and_results_reach_the_template():
+    call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    asked = {"role": "assistant", "content": None, "tool_calls": [call]}
+    result = {"role": "tool", "content": "w2", "tool_call_id": "call_1"}
+    tools = [{"type": "function", "function": {"name": "f", "strict": True}}]
+    for choice, offered in (({}, tools), ({"tool_choice": "none"}, None)):
+        body = {"messages": [*HI, asked, result], "tools": tools} | choice
+        made = parse(ChatRequest, json.dumps(body).encode())
+        prompt = made.chat(made.messages, {})
+        assert prompt["messages"] == [*HI, asked | {"content": ""}, result]
+        assert prompt["tools"] == offered
+
+
 def test_variables_of_a_request_replace_the_servers():
     defaults, body = {"thinks": True, "effort": "low"}, {"messages": HI}
     for more, expected in (

@@ -165,3 +165,45 @@ def test_reasoning_is_returned_apart():
         streamed = httpx.post(f"{url}/v1/chat/completions", json=stops).text.split("\n\n")
         usage = json.loads(streamed[-3].removeprefix("data: "))["usage"]
         assert usage["completion_tokens_details"] == {"reasoning_tokens": 4}
+
+
+def test_calls_of_tools_are_returned_apart():
+    """Whole and streamed; each token of this model is a whole call, or a broken one."""
+    call, broken = '<tool_call>{"name":"f"}</tool_call>', "<tool_call>{</tool_call>"
+    words = with_words(**{call: 8, broken: 9})
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    body = {"messages": [{"role": "user", "content": "w3"}], "max_tokens": 2, "temperature": 0}
+    body |= {"ignore_eos": True, "tools": tools}
+    said = f"{broken} {broken}"
+    with serving(a_service(), an_engine(params=words)) as url:
+        for word, more, content, count in (
+            (8, {}, None, 2),
+            (8, {"parallel_tool_calls": False}, None, 1),
+            (9, {}, said, 0),
+            (8, {"tool_choice": "none"}, f"{call} {call}", 0),
+        ):
+            asked = body | {"logit_bias": {word: 100}} | more
+            whole, streamed = (
+                httpx.post(f"{url}/v1/chat/completions", json=asked | {"stream": stream})
+                for stream in (False, True)
+            )
+            choice = whole.json()["choices"][0]
+            deltas = [
+                json.loads(line[6:])["choices"][0]["delta"]
+                for line in streamed.text.split("\n\n")[:-2]
+            ]
+            told = choice["message"]["content"]
+            assert (told and told.strip()) == content
+            assert "".join(delta.get("content") or "" for delta in deltas) == (told or "")
+            calls = choice["message"].get("tool_calls", [])
+            later = [each for delta in deltas for each in delta.get("tool_calls", [])]
+            assert [each.pop("index") for each in later] == [*range(count)]
+            assert len({each.pop("id") for each in (*calls, *later)}) == 2 * count
+            expected = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
+            assert calls == later == [expected] * count
+        # a reply that ends with a call, which may lack its last tag, has its own reason
+        stops = body | {"logit_bias": {8: 100}, "stop": "</tool_call>"}
+        for choice, reason in (("auto", "tool_calls"), ("none", "stop")):
+            asked = stops | {"tool_choice": choice}
+            made = httpx.post(f"{url}/v1/chat/completions", json=asked).json()
+            assert made["choices"][0]["finish_reason"] == reason

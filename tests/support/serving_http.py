@@ -23,6 +23,7 @@ from tests.support.tiny import VOCAB, tiny_params
 
 TEMPLATE = (
     "{% for m in messages %}{{ m['content'] }} {% endfor %}"
+    "{% if tools %}w{{ tools | length }} {# <tool_call> #}{% endif %}"
     "{% if add_generation_prompt %}w7{% endif %}{% if more %} {{ more }}{% endif %}"
 )
 

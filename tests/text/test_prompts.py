@@ -92,7 +92,7 @@ def test_refused():
             {"role": "user"},
             "prompt={'role': 'user'}: a dict must have prompt, prompt_token_ids, or",
         ),
-        ({"messages": CHAT, "tools": []}, "messages with at most add_generation_prompt"),
+        ({"messages": CHAT, "documents": []}, "messages with at most add_generation_prompt"),
         ({"messages": "hi"}, "prompt={'messages': 'hi'}: must be text, chat messages"),
     ]:
         with pytest.raises(ValueError, match=message) as error:

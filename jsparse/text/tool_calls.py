@@ -1,0 +1,188 @@
+"""Finds the calls of functions in the text of models that were given tools.
+
+Models learn one of two spellings. Hermes, Qwen2.5 and Qwen3 write each call between <tool_call> and
+</tool_call>, after any text:
+
+    <tool_call>
+    {"name": "get_weather", "arguments": {"city": "Oslo"}}
+    </tool_call>
+
+Llama 3 writes nothing but calls, whose arguments it names parameters, separated by semicolons.
+"""
+
+import json
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from json import JSONDecoder
+from types import MappingProxyType
+from typing import Any, NamedTuple, NoReturn
+
+BEGIN, END = "<tool_call>", "</tool_call>"
+PYTHON_TAG = "<|python_tag|>"  # precedes the calls of some Llama models
+# what may turn out to be spaces before BEGIN, and the start of BEGIN
+_HELD = re.compile(rf"\s*(?:{'|'.join(re.escape(BEGIN[:n]) for n in range(len(BEGIN)))})\Z")
+
+
+class ToolCall(NamedTuple):
+    """One call: a function's name, and the JSON object of its arguments as text."""
+
+    name: str
+    arguments: str
+
+
+class Reply(NamedTuple):
+    """A text in two parts: what is said, and the calls in their order."""
+
+    text: str
+    calls: tuple[ToolCall, ...] = ()
+
+
+def split_tool_calls(text: str, parser: str = "hermes") -> Reply:
+    """Splits a whole text.
+
+    Args:
+        text: a model's output, without its reasoning.
+        parser: the model's spelling, "hermes" or "llama3_json".
+
+    Returns:
+        The text without calls, and the calls. A call that is not valid JSON, or has no name, stays
+        in the text.
+
+    Raises:
+        ValueError: there is no such parser.
+    """
+    if parser not in PARSERS:
+        raise ValueError(f"parser={parser!r}: must be {' or '.join(map(repr, PARSERS))}")
+    return PARSERS[parser]().push(text, ended=True)
+
+
+def parser_of(template: str) -> str | None:
+    """Returns the parser for models with a chat template; None: it does not tell."""
+    if BEGIN in template:
+        return "hermes"
+    return "llama3_json" if '"parameters": ' in template else None
+
+
+class ToolCallParser(ABC):
+    """Splits a text that arrives in pieces."""
+
+    @abstractmethod
+    def push(self, text: str, *, ended: bool) -> Reply:
+        """Returns the two parts of a further piece.
+
+        Args:
+            text: the piece; text that may belong to a call is held back until it is known.
+            ended: whether the text ends with it.
+        """
+
+
+class HermesParser(ToolCallParser):
+    """Finds calls between tags. Spaces around calls belong to no text."""
+
+    def __init__(self) -> None:
+        self._held, self._inside = "", False
+        self._spaces = ""  # before the last BEGIN
+        self._said = self._called = False  # whether there was text, and whether a call came last
+        self._searched = 0  # the characters of a call in which there is no END
+
+    def push(self, text: str, *, ended: bool) -> Reply:
+        self._held += text
+        said, calls = "", []
+        while True:
+            if not self._inside:
+                said += self._outside(ended)
+                if not self._inside:
+                    return Reply(said, tuple(calls))
+            at = self._held.find(END, self._searched)
+            if at < 0 and not ended:
+                self._searched = max(len(self._held) - len(END) + 1, 0)
+                return Reply(said, tuple(calls))
+            # a text may end without the last tag
+            at, after = (at, at + len(END)) if at >= 0 else (len(self._held), len(self._held))
+            call = as_call(_loaded(self._held[:at]))
+            if call is None:
+                said += self._spaces + BEGIN + self._held[:after]
+                self._said = True
+            else:
+                calls.append(call)
+            self._called = call is not None
+            self._held, self._inside, self._searched = self._held[after:], False, 0
+
+    def _outside(self, ended: bool) -> str:
+        """Returns the text before the next call, and holds back what follows."""
+        before, found, after = self._held.partition(BEGIN)
+        if found:
+            text, self._held, self._inside = before.rstrip(), after, True
+            self._spaces = before[len(text) :]
+        else:
+            hold = None if ended else _HELD.search(self._held)
+            at = hold.start() if hold else len(self._held)
+            text, self._held = self._held[:at], self._held[at:]
+        if self._called and (not self._said or not text.strip()):
+            text = text.lstrip()
+        if text:
+            self._said, self._called = True, False
+        return text
+
+
+class LlamaParser(ToolCallParser):
+    """Finds texts that are nothing but calls; only a text's end shows whether it is one."""
+
+    def __init__(self) -> None:
+        self._held, self._may_call = "", True
+
+    def push(self, text: str, *, ended: bool) -> Reply:
+        self._held += text
+        if self._may_call:
+            begun = self._held.lstrip()
+            tagged = PYTHON_TAG.startswith(begun[: len(PYTHON_TAG)])
+            self._may_call = tagged or begun.startswith("{")
+        if self._may_call and not ended:
+            return Reply("")
+        calls = _all_calls(self._held) if self._may_call else ()
+        said, self._held = "" if calls else self._held, ""
+        return Reply(said, calls)
+
+
+def _all_calls(text: str) -> tuple[ToolCall, ...]:
+    """Returns the calls of which a text consists; none if it has anything else."""
+    rest, calls = text.strip().removeprefix(PYTHON_TAG).strip(), []
+    while rest:
+        try:
+            found, end = _JSON.raw_decode(rest)
+        except (ValueError, RecursionError):
+            return ()
+        call = as_call(found)
+        if call is None:
+            return ()
+        calls.append(call)
+        rest = rest[end:].lstrip("; \n")
+    return tuple(calls)
+
+
+def as_call(found: Any) -> ToolCall | None:
+    """Returns what JSON says as a call, or None if it is none."""
+    if not isinstance(found, Mapping) or not isinstance(found.get("name"), str):
+        return None
+    arguments = found.get("arguments", found.get("parameters", {}))
+    if not found["name"] or not isinstance(arguments, Mapping):
+        return None
+    return ToolCall(found["name"], json.dumps(arguments, ensure_ascii=False))
+
+
+def _loaded(text: str) -> Any:
+    try:
+        return _JSON.decode(text.strip())
+    except (ValueError, RecursionError):
+        return None
+
+
+def _refuse(word: str) -> NoReturn:
+    raise ValueError(f"{word} is not JSON")
+
+
+_JSON = JSONDecoder(parse_constant=_refuse)  # NaN and infinities
+PARSERS: Mapping[str, type[ToolCallParser]] = MappingProxyType(
+    {"hermes": HermesParser, "llama3_json": LlamaParser}
+)
