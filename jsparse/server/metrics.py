@@ -1,16 +1,42 @@
-"""Collects the metrics of /metrics, under vLLM's names."""
+"""Collects the metrics of /metrics, those that vLLM has also under its names.
+
+Routers and dashboards that know vLLM then need no settings.
+"""
 
 from collections.abc import Iterator
 from itertools import pairwise
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from jsparse.engine.core import Engine
 from jsparse.engine.request_state import RequestState
 
 SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9, 1)
+OURS, VLLMS = "jsparse:", "vllm:"
+# the metrics that vLLM has too
+SHARED = {
+    "cache_config_info",
+    "e2e_request_latency_seconds",
+    "generation_tokens",
+    "inter_token_latency_seconds",
+    "kv_cache_usage_perc",
+    "num_preemptions",
+    "num_requests_running",
+    "num_requests_waiting",
+    "prefix_cache_hits",
+    "prefix_cache_queries",
+    "prompt_tokens",
+    "request_queue_time_seconds",
+    "request_success",
+    "spec_decode_num_accepted_tokens",
+    "spec_decode_num_accepted_tokens_per_pos",
+    "spec_decode_num_draft_tokens",
+    "spec_decode_num_drafts",
+    "time_to_first_token_seconds",
+}
 
 
 class Metrics:
@@ -56,7 +82,9 @@ class Metrics:
     @property
     def text(self) -> bytes:
         """All metrics, in Prometheus' format."""
-        return generate_latest(self._registry)
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(_UnderBothNames(self._registry))
+        return generate_latest(registry)
 
     def begun(self, state: RequestState) -> None:
         """Counts a request that has its first token."""
@@ -135,6 +163,13 @@ class Metrics:
             count = CounterMetricFamily(f"jsparse:{name}", text, labels=["model_name"])
             count.add_metric([self._model], value)
             yield count
+        pool = {"block_size": self._engine.sizes.page_size, "num_gpu_blocks": scheduler.pool.size}
+        labels = {"model_name": self._model} | {name: f"{value}" for name, value in pool.items()}
+        info = GaugeMetricFamily(
+            "jsparse:cache_config_info", "Tokens per page, and pages of a head.", labels=[*labels]
+        )
+        info.add_metric([*labels.values()], 1)
+        yield info
         accepted = CounterMetricFamily(
             "jsparse:spec_decode_num_accepted_tokens_per_pos",
             "Drafts accepted, by position.",
@@ -149,6 +184,27 @@ class Metrics:
         for part in ("plan", "dispatch", "results"):
             host.add_metric([self._model, part], getattr(counters, f"{part}_seconds"))
         yield host
+
+
+class _UnderBothNames(Collector):
+    """The metrics of a registry, and those that vLLM has too again under its names."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+
+    def collect(self) -> Iterator[Metric]:
+        for family in self._registry.collect():
+            yield family
+            if family.name.removeprefix(OURS) in SHARED:
+                same = Metric(_vllms(family.name), family.documentation, family.type)
+                same.samples = [
+                    sample._replace(name=_vllms(sample.name)) for sample in family.samples
+                ]
+                yield same
+
+
+def _vllms(name: str) -> str:
+    return VLLMS + name.removeprefix(OURS)
 
 
 def kv_cache_usage(engine: Engine) -> float:

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import json
 import logging
+import re
 
 import httpx
 import jax
@@ -216,11 +217,13 @@ def test_state(client, http, url):
 
 
 def test_metrics(client, service, http):
+    def text():
+        return http.get("/metrics").text
+
     def read():
-        text = http.get("/metrics").text
         return {
             (sample.name, sample.labels.get("finished_reason", "")): sample.value
-            for family in families(text)
+            for family in families(text())
             for sample in family.samples
             if "le" not in sample.labels
         }
@@ -242,6 +245,17 @@ def test_metrics(client, service, http):
     names = "time_to_first_token_seconds", "e2e_request_latency_seconds", "attended_fraction"
     for name in (*names, "request_queue_time_seconds"):
         assert grew(f"{name}_count") == 1
+    # the same under vLLM's names, for those that it has
+    for name, reason in (
+        ("kv_cache_usage_perc", ""),
+        ("request_success_total", "length"),
+        ("time_to_first_token_seconds_count", ""),
+    ):
+        assert after[f"vllm:{name}", reason] == after[f"jsparse:{name}", reason]
+    assert "vllm:decode_steps_total" not in {name for name, _ in after}
+    assert re.search(
+        r'^vllm:cache_config_info\{block_size="8",.*num_gpu_blocks="\d+"\} 1', text(), re.M
+    )
     assert after["jsparse:num_requests_running", ""] == 0
     assert after["jsparse:kv_cache_usage_perc", ""] == 0
 

@@ -11,8 +11,8 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 MEDIA_TYPE = "text/plain; version=0.0.4"
-# the suffix of gauges that are shares, which are averaged
-SHARE = "_perc"
+# the suffixes of gauges that are averaged: shares, and the constant 1
+AVERAGED = ("_perc", "_info")
 CREATED = "_created"
 
 
@@ -67,13 +67,13 @@ def by_replica(texts: Mapping[int, str]) -> bytes:
 
 
 def _added(family: Metric, samples: list[tuple[int, Sample]]) -> Iterator[Sample]:
-    """Yields sums of samples, or means of shares; of replicas below 0, only sums of counts."""
+    """Yields sums of samples, or means (AVERAGED); of replicas below 0, only sums of counts."""
     values = defaultdict[tuple[str, tuple[tuple[str, str], ...]], list[float]](list)
     for nth, sample in samples:
         if nth >= 0 or family.type in ("counter", "histogram"):
             values[sample.name, tuple(sample.labels.items())].append(sample.value)
     for (of, labels), each in values.items():
-        yield Sample(of, dict(labels), sum(each) / (len(each) if of.endswith(SHARE) else 1))
+        yield Sample(of, dict(labels), sum(each) / (len(each) if of.endswith(AVERAGED) else 1))
 
 
 class _Families(Collector):
