@@ -5,8 +5,10 @@ import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from typing import Any
 
 import httpx
+import openai
 import pytest
 
 from jsparse.server import run
@@ -207,3 +209,13 @@ def test_calls_of_tools_are_returned_apart():
             asked = stops | {"tool_choice": choice}
             made = httpx.post(f"{url}/v1/chat/completions", json=asked).json()
             assert made["choices"][0]["finish_reason"] == reason
+        # OpenAI's client reads calls, and joins those of a stream
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="-")
+        given: Any = {name: stops[name] for name in ("messages", "tools", "logit_bias", "stop")}
+        whole = client.chat.completions.create(model="tiny", **given)
+        with client.chat.completions.stream(model="tiny", **given) as stream:
+            joined = stream.get_final_completion()
+        for each in (whole, joined):
+            (call,) = each.choices[0].message.tool_calls or ()
+            assert call.type == "function"
+            assert (call.function.name, call.function.arguments) == ("f", "{}")
