@@ -165,7 +165,7 @@ ANSWER: Mapping[str, Refusal] = {
 CHAT: Mapping[str, Refusal] = {
     **ANSWER,
     "chat_template": Refusal(
-        "the model's own template is used; jsparse.load(model, tokenizer=…) takes another"
+        "the model's own template is used; jsparse.load(model, chat_template=…) takes another"
     ),
     "chat_template_content_format": Refusal("content is text", "auto"),
 }

@@ -6,10 +6,12 @@ variables that it is given.
 
 import functools
 import json
+import os
 import reprlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
@@ -40,6 +42,30 @@ def render(
         raise ValueError(
             f"the chat template failed with {type(error).__name__}: {reason}"
         ) from error
+
+
+def read_template(path: str | os.PathLike[str]) -> str:
+    """Returns the template in a file.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is not a Jinja template.
+    """
+    from jinja2 import TemplateSyntaxError
+
+    file = Path(path)
+    if not file.is_file():
+        raise FileNotFoundError(
+            f"chat_template={str(path)!r}: must be a file with a Jinja template"
+        )
+    try:
+        template = file.read_text(encoding="utf-8")
+        _compile(template)
+    except (UnicodeDecodeError, TemplateSyntaxError) as error:
+        raise ValueError(
+            f"chat_template={str(path)!r}: must be a Jinja template: {error}"
+        ) from None
+    return template
 
 
 class ChatOptions(NamedTuple):

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jsparse.hyper_parameters import whole_number
 from jsparse.machine.jax_settings import own_settings
 from jsparse.models import orbax_files
+from jsparse.models.chat_template import read_template
 from jsparse.models.config import ModelConfig
 from jsparse.models.config_files import checked_path
 from jsparse.models.constants_file import write_constants
@@ -102,6 +103,7 @@ def load(
     weights: str | None = None,
     revision: str | None = None,
     tokenizer: Any = None,
+    chat_template: str | os.PathLike[str] | None = None,
     tensor_parallel_size: int | None = None,
     kv_cache_dtype: str = "auto",
     on_progress: OnProgress | None = None,
@@ -117,6 +119,7 @@ def load(
             `dtype`, or blocks for a model that was saved in blocks.
         revision: a branch, tag or commit, for Hub ids.
         tokenizer: a fast transformers tokenizer, or a jsparse one, to use instead of the files'.
+        chat_template: a file with a Jinja template to use instead of the tokenizer's.
         tensor_parallel_size: the number of devices, each of which gets some of the heads; it must
             divide the number of KV heads. None: one device.
         kv_cache_dtype: "int8" stores K and V as 8-bit integers with a scale per token and head,
@@ -126,7 +129,7 @@ def load(
     Raises:
         FileNotFoundError: the model does not exist, or a file is missing.
         ValueError: a file is damaged or inconsistent, the kind of model is not supported, the
-            tokenizer is a slow one, or an option is invalid.
+            tokenizer is a slow one, the template has a syntax error, or an option is invalid.
         TypeError: there is no option of that name.
     """
     weights_dtype = parse_dtype(dtype)
@@ -137,7 +140,12 @@ def load(
     path = checked_path(locate(model, revision), model)
     options = LoadOptions(weights_dtype, quantized, tensor_parallel_size or 1, on_progress)
     parts = read_folder if path.is_dir() else read_gguf
+    template = None if chat_template is None else read_template(chat_template)
     loaded = parts(path, tokenizer, options)._asdict()
+    if template is not None:
+        if loaded["tokenizer"] is None:
+            raise ValueError(f"chat_template={str(chat_template)!r}: the model has no tokenizer")
+        loaded["tokenizer"] = loaded["tokenizer"].with_template(template)
     return Params(**loaded, name=str(model), kv_cache_dtype=kv_cache_dtype)
 
 

@@ -261,6 +261,16 @@ class Tokenizer:
             core, bos_token_id=bos_token_id, eos_token_ids=eos_token_ids, chat_template=template
         )
 
+    def with_template(self, chat_template: str) -> "Tokenizer":
+        """Returns the tokenizer with another chat template, whose end of a turn it adds."""
+        return Tokenizer(
+            self._core,
+            bos_token_id=self.bos_token_id,
+            eos_token_ids=self.eos_token_ids,
+            chat_template=chat_template,
+            named_tokens=self._named_tokens,
+        )
+
     def to_files(self, path: str | Path) -> None:
         """Writes tokenizer.json and tokenizer_config.json into a folder for `from_folder`."""
         config = {

@@ -9,8 +9,8 @@ from typer import Option
 
 from jsparse.cli.console import Bars, TextOutput, print_error, print_note, print_stats
 from jsparse.cli.options import (
+    ChatLoadingOptions,
     GenerationOptions,
-    LoadingOptions,
     TemplateOption,
     takes_model,
     takes_options,
@@ -89,11 +89,11 @@ class Chat:
 
 
 @takes_model
-@takes_options(LoadingOptions, "loading")
+@takes_options(ChatLoadingOptions, "loading")
 @takes_options(GenerationOptions)
 def chat(
     options: GenerationOptions,
-    loading: LoadingOptions,
+    loading: ChatLoadingOptions,
     system: Annotated[
         str | None, Option(help="System message that opens the conversation.")
     ] = None,

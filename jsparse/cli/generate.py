@@ -10,9 +10,9 @@ from typer import Option
 
 from jsparse.cli.console import Bars, TextOutput, print_stats
 from jsparse.cli.options import (
+    ChatLoadingOptions,
     GenerationOptions,
     JsonOption,
-    LoadingOptions,
     PromptArgument,
     PromptFileOption,
     TemplateOption,
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from jsparse.runtime.host_reader import Generation
 
 
-@takes_options(LoadingOptions, "loading")
+@takes_options(ChatLoadingOptions, "loading")
 @takes_options(GenerationOptions)
 def generate(
     options: GenerationOptions,
-    loading: LoadingOptions,
+    loading: ChatLoadingOptions,
     prompt: PromptArgument = None,
     file: PromptFileOption = None,
     chat: Annotated[
@@ -51,8 +51,13 @@ def generate(
     """
     if logprobs and not as_json:
         raise ValueError("--logprobs needs --json, which prints them")
-    if chat_template_kwargs is not None and not chat:
-        raise ValueError("--chat-template-kwargs needs --chat")
+    of_chats = {
+        "--chat-template": loading.chat_template,
+        "--chat-template-kwargs": chat_template_kwargs,
+    }
+    for name, value in of_chats.items():
+        if value is not None and not chat:
+            raise ValueError(f"{name} needs --chat")
     template = template_kwargs(chat_template_kwargs)
     text = read_prompt(prompt, file)
     request: Any = text

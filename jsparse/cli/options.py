@@ -77,6 +77,16 @@ class LoadingOptions:
         return load(model, on_progress=on_progress, **vars(self))
 
 
+@dataclass(frozen=True)
+class ChatLoadingOptions(LoadingOptions):
+    """How to load a model for chats."""
+
+    chat_template: Annotated[
+        Path | None,
+        Option(help="Jinja file of a chat template, instead of the model's own."),
+    ] = None
+
+
 def complete_policy(incomplete: str) -> list[str]:
     """Returns the names of policies with this prefix, for shell completion."""
     from jsparse.policies import POLICIES

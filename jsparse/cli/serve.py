@@ -9,8 +9,8 @@ from typer import Option
 
 from jsparse.cli.hosts import HostsOptions
 from jsparse.cli.options import (
+    ChatLoadingOptions,
     ExactOption,
-    LoadingOptions,
     ModelOption,
     NumSpeculativeTokensOption,
     PolicyOption,
@@ -190,9 +190,9 @@ class ServerFlags:
 @takes_options(HostsOptions, "hosts")
 @takes_options(EngineFlags, "flags")
 @takes_options(ServerFlags, "server")
-@takes_options(LoadingOptions, "loading")
+@takes_options(ChatLoadingOptions, "loading")
 def serve(
-    loading: LoadingOptions,
+    loading: ChatLoadingOptions,
     server: ServerFlags,
     flags: EngineFlags,
     hosts: HostsOptions,

@@ -50,7 +50,7 @@ class LLM:
             policy: the policy or its expression.
             seed: the seed of requests whose SamplingParams have none.
             options: those of `EngineOptions`, and dtype, weights, revision, tokenizer,
-                tensor_parallel_size and kv_cache_dtype of `jsparse.load`.
+                chat_template, tensor_parallel_size and kv_cache_dtype of `jsparse.load`.
 
         Raises:
             ValueError: an option is refused, the policy cannot be served, or memory is too small.

@@ -19,6 +19,7 @@ def load_engine(
     weights: str | None = None,
     revision: str | None = None,
     tokenizer: Any = None,
+    chat_template: str | os.PathLike[str] | None = None,
     tensor_parallel_size: int | None = None,
     kv_cache_dtype: str | None = None,
     **options: Any,
@@ -29,10 +30,11 @@ def load_engine(
         model: an argument of `jsparse.load`, or its result.
         policy: the policy or its expression.
         dtype: "float32", "bfloat16" or "float16"; None: bfloat16 on a GPU and float32 elsewhere. It
-            and the next three are for `jsparse.load`.
+            and the next four are for `jsparse.load`.
         weights: "q8_0" keeps matrices in blocks of 8 bits; None: numbers of `dtype`.
         revision: a branch, tag or commit, for Hub ids.
         tokenizer: a fast transformers tokenizer, or a jsparse one, instead of the model's.
+        chat_template: a file with a Jinja template, instead of the tokenizer's.
         tensor_parallel_size: the number of devices that the model is spread over, each with some of
             its heads; None: one, or those over which `jsparse.load` has spread it. The devices may
             belong to several processes (jax.distributed), which all create the same engine: all but
@@ -52,6 +54,7 @@ def load_engine(
         weights=weights,
         revision=revision,
         tokenizer=tokenizer,
+        chat_template=chat_template,
         tensor_parallel_size=tensor_parallel_size,
         kv_cache_dtype=kv_cache_dtype,
     )

@@ -189,6 +189,8 @@ def test_mistake_is_one_line_and_exit_code_2():
         (["generate", "x", *ON_TINY, "--chat"], "no chat template"),
         (["generate", "x", "--chat", "--chat-template-kwargs", "{'a': 1}"], "must be a JSON obje"),
         (["generate", "x", "--chat-template-kwargs", '{"a": 1}'], "needs --chat"),
+        (["generate", "x", "--chat-template", "a.jinja"], "--chat-template needs --chat"),
+        (["chat", "--chat-template", "a.jinja"], "chat_template='a.jinja': must be a file"),
         (["chat", "--chat-template-kwargs", "[1]"], "--chat-template-kwargs [1]: must be a JSON"),
         (["chat", "--model", TINY], "no chat template: use `jsparse generate`"),
         (["info", "nope"], "model='nope'"),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jsparse.models.chat_template import ChatOptions
+from jsparse.models.chat_template import ChatOptions, read_template
 from jsparse.models.tokenizer import Tokenizer
 from tests.support.model_tokenizers import metadata_of
 
@@ -139,6 +139,24 @@ def test_tools_that_no_template_could_show_are_refused():
     ]:
         with pytest.raises(ValueError, match=message):
             tokenizer.encode_chat([{"role": "assistant", "content": None, "tool_calls": calls}])
+
+
+def test_template_from_a_file(tmp_path):
+    """It replaces the tokenizer's, and its end of a turn ends generation too."""
+    file = tmp_path / "chat.jinja"
+    file.write_text("{% for m in messages %}é{{ m.content }}<|endoftext|>{% endfor %}", "utf-8")
+    usual = tokenizer_of("smollm2")
+    tokenizer = usual.with_template(read_template(file))
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "a"}]) == "éa<|endoftext|>"
+    ends = {*usual.eos_token_ids, tokenizer.encode("<|endoftext|>")[0]}
+    assert {*tokenizer.eos_token_ids} == ends
+    assert tokenizer.encode("é b") == usual.encode("é b")
+    for data, message in ((b"{% if %}", "must be a Jinja template: "), (b"\xff", "'utf-8'")):
+        file.write_bytes(data)
+        with pytest.raises(ValueError, match=f"chat_template='.*chat.jinja': .*{message}"):
+            read_template(file)
+    with pytest.raises(FileNotFoundError, match=r"chat_template='no.jinja': must be a file"):
+        read_template("no.jinja")
 
 
 def test_template_with_a_switch_for_thinking():
