@@ -153,8 +153,8 @@ class ServerFlags:
     tool_call_parser: Annotated[
         Literal["hermes", "llama3_json"] | None,
         Option(
-            help="How the model writes tool calls: hermes is that of Qwen too. The default is as "
-            "its chat template tells."
+            help="Format of the model's tool calls; Qwen's is hermes. The default is inferred from "
+            "the chat template."
         ),
     ] = None
     special_tokens_in_messages: Annotated[

@@ -41,7 +41,7 @@ class Options:
         special_tokens: whether special tokens that are spelled in messages count as such.
         template_kwargs: the default variables of the chat template.
         splits_reasoning: whether replies to chats have their reasoning in a field of its own.
-        tool_call_parser: how the model writes calls; None: as its chat template tells.
+        tool_call_parser: the format of the model's calls; None: inferred from its chat template.
         aliases: further names of the model.
         drain_seconds: seconds that requests may still take when the server shuts down.
     """

@@ -70,9 +70,9 @@ Content = Annotated[
 
 
 def _choice(given: Any) -> Any:
-    """Checks the choice of a tool: nothing can make a model call one."""
+    """Checks the choice of a tool."""
     if given not in ("auto", "none"):
-        raise ValueError("must be 'auto' or 'none': models are not made to call a tool")
+        raise ValueError("must be 'auto' or 'none': calls cannot be forced")
     return given
 
 
@@ -196,7 +196,7 @@ class CompletionRequest(GenerationRequest):
 
 
 class ChatMessage(RequestBody):
-    """One message of a chat; `tool` has the result of a call that an assistant's message has."""
+    """A message of a chat. The role `tool` has the result of a call in an earlier message."""
 
     role: Annotated[
         Literal["system", "user", "assistant", "tool"],

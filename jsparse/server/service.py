@@ -104,12 +104,12 @@ class Service(Front):
         return tokenizer is not None and tokenizer.chat_template is not None
 
     def tool_parser(self) -> type[ToolCallParser]:
-        """Returns the class that finds calls in replies; ValueError: the model's is not known."""
+        """Returns the parser of tool calls; ValueError: the model's format is unknown."""
         tokenizer, name = self.ready.engine.params.tokenizer, self.options.tool_call_parser
         name = name or parser_of((tokenizer and tokenizer.chat_template) or "")
         if name is None:
             raise ValueError(
-                "tools: the chat template does not tell how the model writes calls; start the "
+                "tools: the chat template does not show the format of the model's calls; start the "
                 f"server with --tool-call-parser {' or '.join(PARSERS)}"
             )
         return PARSERS[name]

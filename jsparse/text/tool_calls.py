@@ -1,13 +1,13 @@
-"""Finds the calls of functions in the text of models that were given tools.
+"""Parses tool calls in the output of models that were given tools.
 
-Models learn one of two spellings. Hermes, Qwen2.5 and Qwen3 write each call between <tool_call> and
+There are two formats. Hermes, Qwen2.5 and Qwen3 write each call between <tool_call> and
 </tool_call>, after any text:
 
     <tool_call>
     {"name": "get_weather", "arguments": {"city": "Oslo"}}
     </tool_call>
 
-Llama 3 writes nothing but calls, whose arguments it names parameters, separated by semicolons.
+Llama 3 writes only calls, separated by semicolons, and names their arguments "parameters".
 """
 
 import json
@@ -20,19 +20,19 @@ from typing import Any, NamedTuple, NoReturn
 
 BEGIN, END = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"  # precedes the calls of some Llama models
-# what may turn out to be spaces before BEGIN, and the start of BEGIN
+# spaces that may precede BEGIN, and the start of BEGIN
 _HELD = re.compile(rf"\s*(?:{'|'.join(re.escape(BEGIN[:n]) for n in range(len(BEGIN)))})\Z")
 
 
 class ToolCall(NamedTuple):
-    """One call: a function's name, and the JSON object of its arguments as text."""
+    """A call: the function's name, and its arguments, a JSON object as text."""
 
     name: str
     arguments: str
 
 
 class Reply(NamedTuple):
-    """A text in two parts: what is said, and the calls in their order."""
+    """An output in two parts: the text for the user, and the calls in order."""
 
     text: str
     calls: tuple[ToolCall, ...] = ()
@@ -43,11 +43,11 @@ def split_tool_calls(text: str, parser: str = "hermes") -> Reply:
 
     Args:
         text: a model's output, without its reasoning.
-        parser: the model's spelling, "hermes" or "llama3_json".
+        parser: the model's format, "hermes" or "llama3_json".
 
     Returns:
-        The text without calls, and the calls. A call that is not valid JSON, or has no name, stays
-        in the text.
+        The text without calls, and the calls. A call without a name, or that is not valid JSON,
+        stays in the text.
 
     Raises:
         ValueError: there is no such parser.
@@ -58,7 +58,7 @@ def split_tool_calls(text: str, parser: str = "hermes") -> Reply:
 
 
 def parser_of(template: str) -> str | None:
-    """Returns the parser for models with a chat template; None: it does not tell."""
+    """Returns the name of the parser for a model with this chat template; None: unknown."""
     if BEGIN in template:
         return "hermes"
     return "llama3_json" if '"parameters": ' in template else None
@@ -78,7 +78,7 @@ class ToolCallParser(ABC):
 
 
 class HermesParser(ToolCallParser):
-    """Finds calls between tags. Spaces around calls belong to no text."""
+    """Parses calls between tags. Spaces around calls are dropped."""
 
     def __init__(self) -> None:
         self._held, self._inside = "", False
@@ -127,7 +127,7 @@ class HermesParser(ToolCallParser):
 
 
 class LlamaParser(ToolCallParser):
-    """Finds texts that are nothing but calls; only a text's end shows whether it is one."""
+    """Parses outputs that consist of calls alone, which only their end shows."""
 
     def __init__(self) -> None:
         self._held, self._may_call = "", True
@@ -146,7 +146,7 @@ class LlamaParser(ToolCallParser):
 
 
 def _all_calls(text: str) -> tuple[ToolCall, ...]:
-    """Returns the calls of which a text consists; none if it has anything else."""
+    """Returns the calls of a text that consists of calls alone, or none."""
     rest, calls = text.strip().removeprefix(PYTHON_TAG).strip(), []
     while rest:
         try:
@@ -162,7 +162,7 @@ def _all_calls(text: str) -> tuple[ToolCall, ...]:
 
 
 def as_call(found: Any) -> ToolCall | None:
-    """Returns what JSON says as a call, or None if it is none."""
+    """Returns a decoded JSON value as a call, or None if it is not one."""
     if not isinstance(found, Mapping) or not isinstance(found.get("name"), str):
         return None
     arguments = found.get("arguments", found.get("parameters", {}))

@@ -151,7 +151,7 @@ def attend(heads, pools, given, report, axes, head, split, plan: tl.constexpr):
     own_first = first_own_page(pools, head.pair)
     size = unit_size(head.entries, plan)
     first = split * size
-    q = queries(given, axes, head, plan)  # loads that depend on no other precede those that do
+    q = queries(given, axes, head, plan)  # independent loads precede dependent ones
     reach = load_reach(pools, axes, head, plan)
     slot, at, valid = find(heads, head, first + axes.offset, plan)
     scales = load_scales(pools, head, own_first, slot, at, valid, plan)
@@ -187,7 +187,7 @@ def attend(heads, pools, given, report, axes, head, split, plan: tl.constexpr):
 
 @triton.jit
 def load_scales(pools, head, own_first, slot, at, valid, plan: tl.constexpr):
-    """Loads the scales of K and V of a block; `valid` stands for missing ones."""
+    """Loads the scales of K and V of a block; without scales, returns `valid` as placeholders."""
     of_k, of_v = valid, valid
     if plan.int8:
         scales, ring, own = pools.k_scales, pools.ring_k_scales, pools.own_k_scales
