@@ -137,11 +137,10 @@ def _check_tools(tools: Any) -> None:
     """Raises ValueError if tools are not functions as OpenAI describes them."""
     shape = "{'type': 'function', 'function': {'name': …}}, of what JSON can hold"
     for index, tool in enumerate(tools if isinstance(tools, Sequence) else [tools]):
-        kind, function = (
-            (tool.get("type"), tool.get("function")) if isinstance(tool, Mapping) else (None, None)
-        )
-        named = isinstance(function, Mapping) and isinstance(function.get("name"), str)
-        if kind != "function" or not named or not function["name"] or not _is_json(tool):
+        function = tool.get("function") if isinstance(tool, Mapping) else None
+        name = function.get("name") if isinstance(function, Mapping) else None
+        named = isinstance(name, str) and bool(name)
+        if not named or tool.get("type") != "function" or not _is_json(tool):
             raise ValueError(f"tools[{index}]={reprlib.repr(tool)}: must be {shape}")
 
 

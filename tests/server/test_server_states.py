@@ -216,6 +216,6 @@ def test_calls_of_tools_are_returned_apart():
         with client.chat.completions.stream(model="tiny", **given) as stream:
             joined = stream.get_final_completion()
         for each in (whole, joined):
-            (call,) = each.choices[0].message.tool_calls or ()
-            assert call.type == "function"
-            assert (call.function.name, call.function.arguments) == ("f", "{}")
+            calls = each.choices[0].message.tool_calls
+            assert calls is not None and len(calls) == 1 and calls[0].type == "function"
+            assert (calls[0].function.name, calls[0].function.arguments) == ("f", "{}")
