@@ -6,6 +6,7 @@ variables that it is given.
 
 import functools
 import json
+import math
 import os
 import reprlib
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 if TYPE_CHECKING:
     import jinja2
 
+MAX_LEVELS = 64  # of nested lists and dicts
 PART = {"type", "text"}
 # hints to other servers, which do not affect the text
 HINTS = {"cache_control"}
@@ -39,9 +41,7 @@ def render(
     # Jinja's errors.
     except Exception as error:
         reason = " ".join(str(error).split())
-        raise ValueError(
-            f"the chat template failed with {type(error).__name__}: {reason}"
-        ) from error
+        raise ValueError(f"chat_template: failed with {type(error).__name__}: {reason}") from error
 
 
 def read_template(path: str | os.PathLike[str]) -> str:
@@ -112,7 +112,7 @@ def variables(options: ChatOptions, template: str) -> dict[str, Any]:
         raise ValueError(
             "continue_final_message=True: must not be given with add_generation_prompt=True"
         )
-    if not isinstance(given, Mapping) or not _is_json(given):
+    if not isinstance(given, Mapping) or not is_json(given):
         shown = reprlib.repr(given)
         raise ValueError(f"chat_template_kwargs={shown}: must be a dict of what JSON can hold")
     read = _variables(template)
@@ -140,16 +140,22 @@ def _check_tools(tools: Any) -> None:
         function = tool.get("function") if isinstance(tool, Mapping) else None
         name = function.get("name") if isinstance(function, Mapping) else None
         named = isinstance(name, str) and bool(name)
-        if not named or tool.get("type") != "function" or not _is_json(tool):
+        if not named or tool.get("type") != "function" or not is_json(tool):
             raise ValueError(f"tools[{index}]={reprlib.repr(tool)}: must be {shape}")
 
 
-def _is_json(value: Any) -> bool:
+def is_json(value: Any, levels: int = MAX_LEVELS) -> bool:
+    """Returns whether JSON can hold a value, in at most this number of levels."""
+    if isinstance(value, Mapping | list | tuple) and not levels:
+        return False
     if isinstance(value, Mapping):
-        return all(isinstance(name, str) and _is_json(each) for name, each in value.items())
+        names, inner = all(isinstance(name, str) for name in value), value.values()
+        return names and all(is_json(each, levels - 1) for each in inner)
     if isinstance(value, list | tuple):
-        return all(map(_is_json, value))
-    return value is None or isinstance(value, str | bool | int | float)
+        return all(is_json(each, levels - 1) for each in value)
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return value is None or isinstance(value, str | bool | int)
 
 
 def joined(content: Any) -> str:
@@ -191,9 +197,11 @@ def normalised(messages: Any) -> Any:
                 message = {**message, "content": joined(content)}
             except ValueError as error:
                 raise ValueError(f"messages[{index}]['content'] {error}") from None
-        if isinstance(message, Mapping) and message.get("tool_calls"):
-            calls = _with_objects(message["tool_calls"], f"messages[{index}]['tool_calls']")
-            message = {**message, "content": message.get("content") or "", "tool_calls": calls}
+        if isinstance(message, Mapping) and "tool_calls" in message:
+            message = dict(message)
+            if calls := message.pop("tool_calls"):
+                calls = _with_objects(calls, f"messages[{index}]['tool_calls']")
+                message |= {"content": message.get("content") or "", "tool_calls": calls}
         plain.append(message)
     return plain
 
@@ -207,14 +215,16 @@ def _with_objects(calls: Any, where: str) -> list[Any]:
             raise ValueError(
                 f"{where}[{index}] is {reprlib.repr(call)}; it must have a function with a name"
             )
-        arguments = function.get("arguments") or {}
+        arguments = function.get("arguments")
+        if arguments is None or arguments == "":
+            arguments = {}
         if isinstance(arguments, str):
             with suppress(ValueError, RecursionError):
                 arguments = json.loads(arguments)
-        if not isinstance(arguments, Mapping):
+        if not isinstance(arguments, Mapping) or not is_json(arguments):
             raise ValueError(
                 f"{where}[{index}]['function']['arguments'] is {reprlib.repr(arguments)}; it must "
-                "be a JSON object"
+                f"be a JSON object of at most {MAX_LEVELS} levels"
             )
         made.append({**call, "function": {**function, "arguments": arguments}})
     return made

@@ -137,10 +137,10 @@ def load(
     if tensor_parallel_size is not None:
         whole_number("tensor_parallel_size", tensor_parallel_size, 1)
     require_kv_cache_dtype(kv_cache_dtype)
+    template = None if chat_template is None else read_template(chat_template)
     path = checked_path(locate(model, revision), model)
     options = LoadOptions(weights_dtype, quantized, tensor_parallel_size or 1, on_progress)
     parts = read_folder if path.is_dir() else read_gguf
-    template = None if chat_template is None else read_template(chat_template)
     loaded = parts(path, tokenizer, options)._asdict()
     if template is not None:
         if loaded["tokenizer"] is None:

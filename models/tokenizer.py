@@ -193,8 +193,8 @@ class Tokenizer:
             ValueError: an option is invalid, or as for `apply_chat_template`.
         """
         extra = chat_templates.variables(options, self.chat_template or "")
-        mark = f"\uf8ff{secrets.token_hex(8)}\uf8ff"  # not in any message
-        end = f"\uf8fe{mark}"
+        # in no message; digits, since templates may escape other characters
+        mark, end = (f"{secrets.randbelow(10**40):040d}" for _ in range(2))
 
         def hidden(value: Any) -> Any:
             if isinstance(value, str):
@@ -208,6 +208,8 @@ class Tokenizer:
             whole, extra = hidden(whole), hidden(extra)
         if options.continue_final_message and whole:
             last = whole[-1]
+            if last.get("tool_calls"):
+                raise ValueError("continue_final_message=True: the last message has tool calls")
             if isinstance(content := last.get("content"), str):
                 whole = [*whole[:-1], {**last, "content": content + end}]
         text = self.apply_chat_template(whole, add_generation_prompt=options.generates, **extra)

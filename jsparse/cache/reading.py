@@ -81,9 +81,12 @@ def rounded(pool: Array | PagePool, rows: Float[Array, "B K T H"]) -> Float[Arra
 def rounded_to(x: Float[Array, "*any"], dtype: DTypeLike) -> Float[Array, "*any"]:
     """Returns numbers in a type, to whose precision they stay rounded in a wider one.
 
-    XLA may remove a cast to a narrower type and back, but not `reduce_precision`.
+    XLA may remove a cast to a narrower type and back, but not `reduce_precision`, which flushes
+    float16's subnormal numbers, nor a cast before a barrier.
     """
     kept = jnp.finfo(dtype)
+    if kept.nexp < jnp.finfo(x.dtype).nexp:
+        return lax.optimization_barrier(x.astype(dtype))
     return lax.reduce_precision(x, kept.nexp, kept.nmant).astype(dtype)
 
 

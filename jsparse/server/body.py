@@ -23,6 +23,8 @@ REFUSED = {
     "modalities": "only text is generated",
     "response_format": "structured output is not supported",
     "suffix": "text is continued, never filled in",
+    "tool_choice": "only chats have tools",
+    "tools": "only chats have tools",
 }
 # values without effect, which some clients send; they are dropped
 NOTHING_ASKED: dict[str, tuple[Any, ...]] = {

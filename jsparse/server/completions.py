@@ -21,7 +21,7 @@ from jsparse.server.protocol import SAME, ChatRequest, CompletionRequest, Templa
 from jsparse.server.service import Service
 from jsparse.server.sse import DONE, ClientGone, EventStream, event, merged, unless_gone
 from jsparse.text.reasoning import ReasoningSplitter
-from jsparse.text.tool_calls import ToolCall, ToolCallParser
+from jsparse.text.tool_calls import BEGIN, ToolCall, ToolCallParser
 
 # the fields of requests, by their names in the engine's errors
 NAMES = {name: name for name in SAME} | {"max_tokens": "max_tokens"}
@@ -322,15 +322,19 @@ async def _chat(service: Service, request: ChatRequest) -> ResponseWriter:
     names = service.knobs | CHAT_NAMES
     request.check_likely(service.options.max_logprobs)
     try:
-        parser = service.tool_parser() if request.offered else None
         rows = await service.encode(request.chat(request.messages, service.options.template_kwargs))
+        parser = service.tool_parser() if request.offered else None
         max_new_tokens = request.max_new_tokens or service.room(rows[0])
         options = request.sampling(max_new_tokens, service.temperature)
         splitters = None
         if service.options.splits_reasoning:
             begun = request.messages[-1].content if request.continue_final_message else None
             splitters = service.texts.splitters(rows[0], begun, options.n)
-        parsers = [parser() for _ in range(options.n)] if parser else None
+        parsers = None
+        if parser is not None:
+            parsers = [parser() for _ in range(options.n)]
+            if service.texts.skips(BEGIN):
+                options = replace(options, skip_special_tokens=False)
         streams = await service.ask("chatcmpl", rows, [options])
     except Exception as error:
         raise as_api_error(error, names) from error

@@ -258,7 +258,11 @@ class TemplateFields(RequestBody):
         given = {name: x for name, x in self.chat_template_kwargs.items() if x is not None}
         return {
             "messages": [
-                each.model_dump(include=IN_TEMPLATES, exclude_none=True) for each in messages
+                each.model_dump(
+                    include=IN_TEMPLATES | ({"name"} if each.role == "tool" else set()),
+                    exclude_none=True,
+                )
+                for each in messages
             ],
             "add_generation_prompt": self.add_generation_prompt,
             "continue_final_message": self.continue_final_message,

@@ -88,6 +88,11 @@ class Texts:
         end_token = end[0] if len(end) == 1 else None
         return [ReasoningSplitter(opened=opened, end_token=end_token) for _ in range(number)]
 
+    def skips(self, text: str) -> bool:
+        """Returns whether a text consists of special tokens, which outputs usually omit."""
+        tokenizer = self._known("tools")
+        return not tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)).strip()
+
     def close(self) -> None:
         self._asked.put(None)
         for pool in (self._encoders, self._of_short):

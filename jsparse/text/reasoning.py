@@ -4,13 +4,10 @@ Qwen3, DeepSeek-R1 and their relatives write their reasoning between <think> and
 templates write <think> themselves, at the end of the prompt.
 """
 
-import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
 BEGIN, END = "<think>", "</think>"
-# what may turn out to be line breaks before END, and the start of END
-_HELD = re.compile(rf"\n*(?:{'|'.join(re.escape(END[:n]) for n in range(len(END)))})\Z")
 
 
 class Split(NamedTuple):
@@ -45,6 +42,15 @@ def opens_reasoning(prompt: str, continued: str | None = None) -> bool:
     if continued is None:
         return prompt.rstrip().endswith(BEGIN)
     return continued.rfind(BEGIN) > continued.rfind(END)
+
+
+def held_from(text: str, tag: str, spaces: str | None = None) -> int:
+    """Returns where the end of a text begins that may belong to a tag.
+
+    That is a proper start of the tag, with the `spaces` before it; None: any whitespace.
+    """
+    begun = next((n for n in range(len(tag) - 1, 0, -1) if text.endswith(tag[:n])), 0)
+    return len(text[: len(text) - begun].rstrip(spaces))
 
 
 class ReasoningSplitter:
@@ -113,8 +119,7 @@ class ReasoningSplitter:
             self._reasons, self._held, self._at_start = False, after, True
             return made
         self.tokens += len(ids)
-        kept = _HELD.search(self._held) if not ended else None
-        at = kept.start() if kept else len(self._held)
+        at = len(self._held) if ended else held_from(self._held, END, "\n")
         made, self._held = self._after_breaks(self._held[:at]), self._held[at:]
         return made
 

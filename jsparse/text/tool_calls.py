@@ -11,17 +11,18 @@ Llama 3 writes only calls, separated by semicolons, and names their arguments "p
 """
 
 import json
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from json import JSONDecoder
+from json import JSONDecodeError, JSONDecoder
 from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
+from jsparse.models.chat_template import is_json
+from jsparse.text.reasoning import held_from
+
 BEGIN, END = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"  # precedes the calls of some Llama models
-# spaces that may precede BEGIN, and the start of BEGIN
-_HELD = re.compile(rf"\s*(?:{'|'.join(re.escape(BEGIN[:n]) for n in range(len(BEGIN)))})\Z")
+MAX_ENDS = 32  # ENDs tried for one call, whose strings may contain them
 
 
 class ToolCall(NamedTuple):
@@ -60,8 +61,10 @@ def split_tool_calls(text: str, parser: str = "hermes") -> Reply:
 def parser_of(template: str) -> str | None:
     """Returns the name of the parser for a model with this chat template; None: unknown."""
     if BEGIN in template:
-        return "hermes"
-    return "llama3_json" if '"parameters": ' in template else None
+        # some models write XML between the tags
+        return None if "<function=" in template or "<arg_key>" in template else "hermes"
+    llama = "tool_calls" in template and '"parameters": ' in template
+    return "llama3_json" if llama else None
 
 
 class ToolCallParser(ABC):
@@ -84,7 +87,7 @@ class HermesParser(ToolCallParser):
         self._held, self._inside = "", False
         self._spaces = ""  # before the last BEGIN
         self._said = self._called = False  # whether there was text, and whether a call came last
-        self._searched = 0  # the characters of a call in which there is no END
+        self._searched = self._ends = 0  # characters of a call, and ENDs in them, that end none
 
     def push(self, text: str, *, ended: bool) -> Reply:
         self._held += text
@@ -100,14 +103,19 @@ class HermesParser(ToolCallParser):
                 return Reply(said, tuple(calls))
             # a text may end without the last tag
             at, after = (at, at + len(END)) if at >= 0 else (len(self._held), len(self._held))
-            call = as_call(_loaded(self._held[:at]))
+            found, in_string = _loaded(self._held[:at])
+            if in_string and at < after and self._ends < MAX_ENDS:
+                self._searched, self._ends = after, self._ends + 1
+                continue
+            call = as_call(found)
             if call is None:
                 said += self._spaces + BEGIN + self._held[:after]
                 self._said = True
             else:
                 calls.append(call)
             self._called = call is not None
-            self._held, self._inside, self._searched = self._held[after:], False, 0
+            self._held, self._inside = self._held[after:], False
+            self._searched = self._ends = 0
 
     def _outside(self, ended: bool) -> str:
         """Returns the text before the next call, and holds back what follows."""
@@ -116,8 +124,7 @@ class HermesParser(ToolCallParser):
             text, self._held, self._inside = before.rstrip(), after, True
             self._spaces = before[len(text) :]
         else:
-            hold = None if ended else _HELD.search(self._held)
-            at = hold.start() if hold else len(self._held)
+            at = len(self._held) if ended else held_from(self._held, BEGIN)
             text, self._held = self._held[:at], self._held[at:]
         if self._called and (not self._said or not text.strip()):
             text = text.lstrip()
@@ -154,7 +161,8 @@ def _all_calls(text: str) -> tuple[ToolCall, ...]:
         except (ValueError, RecursionError):
             return ()
         call = as_call(found)
-        if call is None:
+        # an answer in JSON may have a name too
+        if call is None or not found.keys() & {"arguments", "parameters"}:
             return ()
         calls.append(call)
         rest = rest[end:].lstrip("; \n")
@@ -163,19 +171,33 @@ def _all_calls(text: str) -> tuple[ToolCall, ...]:
 
 def as_call(found: Any) -> ToolCall | None:
     """Returns a decoded JSON value as a call, or None if it is not one."""
-    if not isinstance(found, Mapping) or not isinstance(found.get("name"), str):
+    name = found.get("name") if isinstance(found, Mapping) else None
+    if not isinstance(name, str) or not name or not _is_text(name):
         return None
     arguments = found.get("arguments", found.get("parameters", {}))
-    if not found["name"] or not isinstance(arguments, Mapping):
+    if not isinstance(arguments, Mapping) or not is_json(arguments):
         return None
-    return ToolCall(found["name"], json.dumps(arguments, ensure_ascii=False))
+    text = json.dumps(arguments, ensure_ascii=False)
+    # a string may have half of a surrogate pair, which only an escape can write
+    return ToolCall(name, text if _is_text(text) else json.dumps(arguments))
 
 
-def _loaded(text: str) -> Any:
+def _is_text(text: str) -> bool:
     try:
-        return _JSON.decode(text.strip())
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _loaded(text: str) -> tuple[Any, bool]:
+    """Returns decoded JSON, or None, and whether the text ends inside a string."""
+    try:
+        return _JSON.decode(text.strip()), False
+    except JSONDecodeError as error:
+        return None, error.msg.startswith("Unterminated string")
     except (ValueError, RecursionError):
-        return None
+        return None, False
 
 
 def _refuse(word: str) -> NoReturn:

@@ -92,7 +92,7 @@ def test_draft_length_is_chosen_by_default(monkeypatch):
         assert all(0 <= kept <= made for made, kept in zip(drafted, accepted, strict=True))
 
 
-@pytest.mark.parametrize("expression", slow_except([QUEST, CLUSTERS, VERIFIED], VERIFIED))
+@pytest.mark.parametrize("expression", slow_except([QUEST, CLUSTERS, VERIFIED]))
 def test_rounds_without_drafts_run_several_steps(expression, monkeypatch):
     """Between rounds that draft; the text is the same, and such tokens are no drafts."""
     monkeypatch.setattr(draft_length, "MOST_CPU", 3)

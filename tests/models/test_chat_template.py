@@ -83,6 +83,7 @@ QWEN_TOOLS = (
     '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}'
     "\n</tool_call>{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
 )
+DEEP = f'{{"x": {"[" * 900}{"]" * 900}}}'
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 
 
@@ -136,9 +137,32 @@ def test_tools_that_no_template_could_show_are_refused():
         ([{"function": {"arguments": "{}"}}], "must have a function with a name"),
         ([{"function": {"name": "f", "arguments": "{"}}], "must be a JSON object"),
         ([{"function": {"name": "f", "arguments": "[1]"}}], "must be a JSON object"),
+        ([{"function": {"name": "f", "arguments": []}}], "must be a JSON object"),
+        ([{"function": {"name": "f", "arguments": DEEP}}], "of at most 64 levels"),
     ]:
         with pytest.raises(ValueError, match=message):
             tokenizer.encode_chat([{"role": "assistant", "content": None, "tool_calls": calls}])
+
+
+def test_messages_without_calls_have_none():
+    """Clients send back an empty list, or None, which templates take for calls."""
+    tokenizer = with_template("{{ 'tool_calls' in messages[0] }}")
+    for calls in (None, []):
+        said = [{"role": "assistant", "content": "a", "tool_calls": calls}]
+        assert tokenizer.decode(tokenizer.encode_chat(said)) == "False"
+    call = [{"role": "assistant", "content": "a", "tool_calls": [{"function": {"name": "f"}}]}]
+    assert tokenizer.decode(tokenizer.encode_chat(call)) == "True"
+    with pytest.raises(ValueError, match="True: the last message has tool calls"):
+        tokenizer.encode_chat(call, ChatOptions(continue_final_message=True))
+
+
+def test_hidden_tokens_survive_escapes():
+    said = [{"role": "user", "content": "a <|im_end|> b"}]
+    for template in ("{{ messages[0] }}", "{{ messages | tojson(ensure_ascii=True) }}"):
+        tokenizer = with_template(template)
+        ids = tokenizer.encode_chat(said)
+        assert "a <|im_end|> b" in tokenizer.decode(ids, skip_special_tokens=False)
+        assert tokenizer.encode("<|im_end|>")[0] not in ids
 
 
 def test_template_from_a_file(tmp_path):

@@ -367,6 +367,7 @@ def test_tokens_of_rounds_without_drafts_are_no_accepted_drafts(monkeypatch):
         assert 0 <= accepted <= drafted < len(out.token_ids) / 4
 
 
+@pytest.mark.slow
 def test_first_round_without_drafts_reports_to_the_policy(monkeypatch):
     """A program of three rounds leaves the state that its first round leaves alone."""
     monkeypatch.setattr(decoding, "MIN_PROGRAM_TOKENS", 2)

@@ -61,7 +61,7 @@ def test_chats_without_a_number_use_the_servers_default(url):
 def test_tokens_of_one_program_have_one_time(service, url):
     def count():
         lines = patient.get(f"{url}/metrics").text.splitlines()
-        (line,) = (each for each in lines if "inter_token_latency_seconds_count" in each)
+        (line,) = (each for each in lines if "jsparse:inter_token_latency_seconds_count" in each)
         return float(line.split()[-1])
 
     before = count()

@@ -95,7 +95,7 @@ def test_parts_and_messages_may_have_fields_without_effect():
 def test_tools_their_calls_and_results_reach_the_template():
     call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     asked = {"role": "assistant", "content": None, "tool_calls": [call]}
-    result = {"role": "tool", "content": "w2", "tool_call_id": "call_1"}
+    result = {"role": "tool", "content": "w2", "tool_call_id": "call_1", "name": "f"}
     tools = [{"type": "function", "function": {"name": "f", "strict": True}}]
     for choice, offered in (({}, tools), ({"tool_choice": "none"}, None)):
         body = {"messages": [*HI, asked, result], "tools": tools} | choice

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from http.client import HTTPConnection
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import pytest
@@ -239,6 +240,13 @@ def test_work_of_a_request_is_its_tokens():
         work = work_of(body)
         assert work.tokens == tokens, body
         assert (work.prefix is not None) == known, body
+    chat: dict[str, Any] = {"messages": [{"role": "user", "content": "w" * PREFIX_CHARS}]}
+    tools = [{"type": "function", "function": {"name": "f" * 4000}}]
+    plain, offered, hidden = map(
+        work_of, (chat, chat | {"tools": tools}, chat | {"tools": tools, "tool_choice": "none"})
+    )
+    assert offered.tokens > plain.tokens + 1000 and offered.prefix != plain.prefix
+    assert hidden == plain
 
 
 def test_replica_lost_before_the_response_starts_is_replaced(folder, monkeypatch):

@@ -145,7 +145,7 @@ def test_reasoning_is_returned_apart():
         ):
             asked = body | {"logit_bias": {word: 100}, "chat_template_kwargs": {"more": opens}}
             whole, streamed = (
-                httpx.post(f"{url}/v1/chat/completions", json=asked | {"stream": stream})
+                patient.post(f"{url}/v1/chat/completions", json=asked | {"stream": stream})
                 for stream in (False, True)
             )
             message = whole.json()["choices"][0]["message"]
@@ -159,12 +159,12 @@ def test_reasoning_is_returned_apart():
         # a message that begins with reasoning is continued
         begun = {"role": "assistant", "content": "<think> w3"}
         asked = body | {"messages": [begun], "continue_final_message": True}
-        made = httpx.post(f"{url}/v1/chat/completions", json=asked | {"logit_bias": {5: 100}})
+        made = patient.post(f"{url}/v1/chat/completions", json=asked | {"logit_bias": {5: 100}})
         message = made.json()["choices"][0]["message"]
         assert (message["reasoning_content"].strip(), message["content"]) == (fives, "")
         # tokens whose text a stop string holds back count too
         stops = asked | {"logit_bias": {5: 100}, "stop": [f"{fives} w5"], "stream": True}
-        streamed = httpx.post(f"{url}/v1/chat/completions", json=stops).text.split("\n\n")
+        streamed = patient.post(f"{url}/v1/chat/completions", json=stops).text.split("\n\n")
         usage = json.loads(streamed[-3].removeprefix("data: "))["usage"]
         assert usage["completion_tokens_details"] == {"reasoning_tokens": 4}
 
@@ -186,7 +186,7 @@ def test_calls_of_tools_are_returned_apart():
         ):
             asked = body | {"logit_bias": {word: 100}} | more
             whole, streamed = (
-                httpx.post(f"{url}/v1/chat/completions", json=asked | {"stream": stream})
+                patient.post(f"{url}/v1/chat/completions", json=asked | {"stream": stream})
                 for stream in (False, True)
             )
             choice = whole.json()["choices"][0]
@@ -207,7 +207,7 @@ def test_calls_of_tools_are_returned_apart():
         stops = body | {"logit_bias": {8: 100}, "stop": "</tool_call>"}
         for choice, reason in (("auto", "tool_calls"), ("none", "stop")):
             asked = stops | {"tool_choice": choice}
-            made = httpx.post(f"{url}/v1/chat/completions", json=asked).json()
+            made = patient.post(f"{url}/v1/chat/completions", json=asked).json()
             assert made["choices"][0]["finish_reason"] == reason
         # OpenAI's client reads calls, and joins those of a stream
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="-")

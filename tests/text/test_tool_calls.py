@@ -19,6 +19,7 @@ def tagged(*calls: str) -> str:
     return "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in calls)
 
 
+NESTED = f'{{"name": "f", "arguments": {{"x": {"[" * 200}{"]" * 200}}}}}'
 HERMES = {
     "": Reply(""),
     "no call {}\n": Reply("no call {}\n"),
@@ -41,6 +42,20 @@ HERMES = {
     tagged('{"name": 3}'): Reply(tagged('{"name": 3}')),
     tagged('{"name": "f", "arguments": "{}"}'): Reply(tagged('{"name": "f", "arguments": "{}"}')),
     tagged("[" * 100_000): Reply(tagged("[" * 100_000)),
+    tagged(NESTED): Reply(tagged(NESTED)),
+    tagged('{"name": "f", "arguments": {"x": 1e999}}'): Reply(
+        tagged('{"name": "f", "arguments": {"x": 1e999}}')
+    ),
+    # half of a surrogate pair stays an escape; no function has such a name
+    tagged(r'{"name": "f", "arguments": {"x": "\ud83d"}}'): Reply(
+        "", (ToolCall("f", r'{"x": "\ud83d"}'),)
+    ),
+    tagged(r'{"name": "\ud83d"}'): Reply(tagged(r'{"name": "\ud83d"}')),
+    # a string may contain the last tag
+    tagged('{"name": "f", "arguments": {"x": "a</tool_call>b</tool_call>"}}', TIME): Reply(
+        "", (ToolCall("f", '{"x": "a</tool_call>b</tool_call>"}'), CALLS[1])
+    ),
+    '<tool_call>{"x": "a</tool_call>b': Reply('<tool_call>{"x": "a</tool_call>b'),
 }
 LLAMA = {
     "": Reply(""),
@@ -51,6 +66,7 @@ LLAMA = {
     "<|python": Reply("<|python"),
     f"{TIME} is a call": Reply(f"{TIME} is a call"),
     '{"answer": 3}': Reply('{"answer": 3}'),
+    '{"name": "Ada", "born": 1815}': Reply('{"name": "Ada", "born": 1815}'),
     "{" * 100_000: Reply("{" * 100_000),
 }
 ALL = {"hermes": HERMES, "llama3_json": LLAMA}
@@ -92,17 +108,17 @@ def test_text_is_not_held_back_longer_than_it_may_be_a_call():
 @given(st.text(), st.dictionaries(st.text(), st.integers() | st.text()))
 def test_any_arguments_are_found(name, arguments):
     whole = json.dumps({"name": name, "arguments": arguments})
-    if "</tool_call>" in whole:
-        return
     found = split_tool_calls(f"<tool_call>{whole}</tool_call>").calls
     assert [(call.name, json.loads(call.arguments)) for call in found] == (
         [(name, arguments)] if name else []
     )
 
 
-def test_the_template_tells_the_spelling():
+def test_the_format_is_inferred_from_the_template():
     assert parser_of("… <tool_call>\n{{ call | tojson }}") == "hermes"
-    assert parser_of('… {"name": "f", "parameters": {…}}') == "llama3_json"
+    assert parser_of("… <tool_call>\n<function={{ call.name }}>") is None
+    assert parser_of('{% if m.tool_calls %}{"name": "f", "parameters": {…}}') == "llama3_json"
+    assert parser_of('Schemas have {"parameters": …}') is None
     assert parser_of("{{ messages[0].content }}") is None
     with pytest.raises(ValueError, match="parser='xml': must be 'hermes' or 'llama3_json'"):
         split_tool_calls("", "xml")

@@ -39,6 +39,8 @@ def work_of(body: Any) -> Work:
     new = _count(body, "n", 1) * _count(
         body, "max_completion_tokens", _count(body, "max_tokens", UNKNOWN_TOKENS)
     )
+    if body.get("tools") and body.get("tool_choice") != "none":
+        prompts = [f"{body['tools']!r}{prompts[0]}"]  # templates write tools first
     first = prompts[0]
     size = PREFIX_CHARS if isinstance(first, str) else PREFIX_TOKENS
     whole = len(first) >= size
