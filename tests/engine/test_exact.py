@@ -53,7 +53,7 @@ def expected():
     return engine("dense", exact=False).generate(ASKED, OPTIONS)
 
 
-@pytest.mark.parametrize("expression", slow_except([QUEST, CLUSTERS, VERIFIED], QUEST))
+@pytest.mark.parametrize("expression", slow_except([QUEST, CLUSTERS, VERIFIED]))
 def test_text_is_dense_attentions(expression):
     llm = engine(expression)
     for out, its in zip(llm.generate(ASKED, OPTIONS), expected(), strict=True):

@@ -122,7 +122,7 @@ MANY_HOW = {
 }
 
 
-@pytest.mark.parametrize("how", slow_except(MANY_HOW, "", "parts"))
+@pytest.mark.parametrize("how", slow_except(MANY_HOW, "parts"))
 @pytest.mark.parametrize("case", slow_except_named(MANY, "left_over"), ids=str)
 def test_many_rows_round_the_numbers_once(case, how):
     x, matrix = case.build()

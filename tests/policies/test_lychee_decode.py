@@ -127,7 +127,7 @@ def dense_logits():
     return engine_logits(params(), "dense", PROMPTS, FORCED, page_size=PAGE)
 
 
-@pytest.mark.parametrize("granularity", slow_except(["page", "token"], "page"))
+@pytest.mark.parametrize("granularity", slow_except(["page", "token"]))
 @pytest.mark.parametrize("rule", slow_except(("top_k", "top_p"), "top_p"))
 def test_whole_decode_steps_match_the_slow_model(rule, granularity):
     """A ragged batch over 11 steps, with logits far from dense ones."""
