@@ -204,7 +204,8 @@ def _refuse(word: str) -> NoReturn:
     raise ValueError(f"{word} is not JSON")
 
 
-_JSON = JSONDecoder(parse_constant=_refuse)  # NaN and infinities
+# no NaN and infinities, but line breaks in strings, which models forget to escape
+_JSON = JSONDecoder(parse_constant=_refuse, strict=False)
 PARSERS: Mapping[str, type[ToolCallParser]] = MappingProxyType(
     {"hermes": HermesParser, "llama3_json": LlamaParser}
 )

@@ -46,6 +46,9 @@ HERMES = {
     tagged('{"name": "f", "arguments": {"x": 1e999}}'): Reply(
         tagged('{"name": "f", "arguments": {"x": 1e999}}')
     ),
+    tagged('{"name": "f", "arguments": {"x": "a\nb"}}'): Reply(
+        "", (ToolCall("f", r'{"x": "a\nb"}'),)
+    ),
     # half of a surrogate pair stays an escape; no function has such a name
     tagged(r'{"name": "f", "arguments": {"x": "\ud83d"}}'): Reply(
         "", (ToolCall("f", r'{"x": "\ud83d"}'),)
