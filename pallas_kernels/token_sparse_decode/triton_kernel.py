@@ -24,6 +24,20 @@ from jsparse.pallas_kernels.token_sparse_decode.triton_reports import (
 from jsparse.pallas_kernels.token_sparse_decode.triton_tiers import Pools, first_own_page, place
 
 LOG2_E = tl.constexpr(1.4426950408889634)  # exp2 takes fewer instructions than exp
+# Byte n of two words (pack=2) becomes register n. With a byte's lower 7 bits as its mantissa,
+# 0x4300 is 128 + them; with its sign as the lowest bit of the exponent, 128 or 256. The first less
+# the second is the number.
+WIDEN = tl.constexpr(
+    "{ .reg .b32 byte, part, sign, minus; mov.b32 minus, 0xbf80bf80;"
+    + "".join(
+        f"prmt.b32 byte, $4, $5, 0x{4 + n}{4 + n}{n}{n};"
+        "lop3.b32 part, byte, 0x007f007f, 0x43004300, 0xea;"
+        "lop3.b32 sign, byte, 0x00800080, 0x43004300, 0xea;"
+        f"fma.rn.bf16x2 ${n}, sign, minus, part;"
+        for n in range(4)
+    )
+    + "}"
+)
 
 
 class LogitInputs(NamedTuple):
@@ -339,30 +353,8 @@ def repeated(x, plan: tl.constexpr):
 @triton.jit
 def bfloat16s(words):
     """Returns the four signed bytes of words as four arrays of bfloat16, lowest first."""
-    # Two words (pack=2) give a register of each array. With a byte's lower 7 bits as its mantissa,
-    # 0x4300 is 128 + them; with its sign as the lowest bit of the exponent, 128 or 256. The first
-    # less the second is the number.
     return tl.inline_asm_elementwise(
-        """{
-        .reg .b32 byte, part, sign, minus;
-        mov.b32 minus, 0xbf80bf80;
-        prmt.b32 byte, $4, $5, 0x4400;
-        lop3.b32 part, byte, 0x007f007f, 0x43004300, 0xea;
-        lop3.b32 sign, byte, 0x00800080, 0x43004300, 0xea;
-        fma.rn.bf16x2 $0, sign, minus, part;
-        prmt.b32 byte, $4, $5, 0x5511;
-        lop3.b32 part, byte, 0x007f007f, 0x43004300, 0xea;
-        lop3.b32 sign, byte, 0x00800080, 0x43004300, 0xea;
-        fma.rn.bf16x2 $1, sign, minus, part;
-        prmt.b32 byte, $4, $5, 0x6622;
-        lop3.b32 part, byte, 0x007f007f, 0x43004300, 0xea;
-        lop3.b32 sign, byte, 0x00800080, 0x43004300, 0xea;
-        fma.rn.bf16x2 $2, sign, minus, part;
-        prmt.b32 byte, $4, $5, 0x7733;
-        lop3.b32 part, byte, 0x007f007f, 0x43004300, 0xea;
-        lop3.b32 sign, byte, 0x00800080, 0x43004300, 0xea;
-        fma.rn.bf16x2 $3, sign, minus, part;
-        }""",
+        WIDEN,
         constraints="=&r,=&r,=&r,=&r,r,r",
         args=[words],
         dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
