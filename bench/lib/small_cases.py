@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import jax
 import jax.numpy as jnp
@@ -101,6 +102,17 @@ def attention(op: Callable[..., Any], implementation: str, case: Any, inputs: An
     ]
 
 
+def attention_in_few_units(case: Any, inputs: Any) -> Any:
+    """Attends with up to two units per head, so that those of long lists are longer."""
+    from jsparse.pallas_kernels.token_sparse_decode import triton_gpu
+
+    tiling = triton_gpu.TokenTiling(32, unit_blocks=1, max_units=2)
+    with patch.multiple(
+        triton_gpu, default_tiling=lambda *_, **__: tiling, int8_tiling=lambda *_, **__: tiling
+    ):
+        return attention(token_sparse_decode, "triton", case, inputs)
+
+
 def scores(op: Callable[..., Any], case: Any, inputs: Any) -> Any:
     return jax.jit(partial(op, sm_scale=case.sm_scale, implementation="triton"))(*inputs)
 
@@ -130,7 +142,9 @@ def framed_scores(case: Any, inputs: Any) -> Any:
 
 def placed(case: Any, inputs: Any) -> Any:
     return [
-        jax.jit(partial(place_logits, stats=stats, **case.sizes, implementation="triton"))(*inputs)
+        jax.jit(partial(place_logits, stats=stats, **case.options, implementation="triton"))(
+            *inputs
+        )
         for stats in ("token_logits", "page_mass")
     ]
 
@@ -356,6 +370,9 @@ OPS = {
             "int8 int8_dense int8_long_lists",
         ),
     ),
+    "token_sparse_few_units": Op(
+        attention_in_few_units, named(token_sparse_cases.CASES, "dense_and_sparse int8_dense")
+    ),
     "token_sparse_host": Op(
         partial(attention, token_sparse_decode, "triton"),
         named(
@@ -420,7 +437,11 @@ OPS = {
         ),
     ),
     "place_logits": Op(
-        placed, named(place_cases.CASES, "any dense_and_listed pages_of_24 many_pages")
+        placed,
+        named(
+            place_cases.CASES,
+            "any dense_and_listed pages_of_24 many_pages by_slot_dense by_slot_24",
+        ),
     ),
     "shared_counts": Op(
         shared, named(shared_cases.CASES, "shares zeros absent an_empty_list odd_slots bfloat16")

@@ -101,12 +101,13 @@ def _in_order(spec: CacheSpec, tokens: int, fields: tuple[str, ...]) -> KVCache:
 def _filled(seed: Array, like: Array | Int8Pages) -> Array | Int8Pages:
     """Returns random numbers in the shape of `like`, a pool of zeros."""
     key = jax.random.key(seed)
-    if isinstance(like, Int8Pages):  # with a standard deviation of 1, but for the keys' reach
+    if isinstance(like, Int8Pages):  # with a standard deviation of 1
         # drawing takes eight bytes per number, so larger pools repeat a part
         part = like.shape[0] // math.gcd(like.shape[0], PARTS), *like.shape[1:]
         values = jax.random.randint(key, part, -64, 64, jnp.int8)
         values = jnp.broadcast_to(values, (like.shape[0] // part[0], *part)).reshape(like.shape)
-        return replace(like, values=values, scales=like.scales + jnp.bfloat16(1 / 37))
+        reach = None if like.reach is None else jnp.ones_like(like.reach)
+        return replace(like, values=values, scales=like.scales + jnp.bfloat16(1 / 37), reach=reach)
     return like + jax.random.normal(key, like.shape, like.dtype)
 
 

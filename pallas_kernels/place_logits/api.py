@@ -31,6 +31,7 @@ def place_logits(
     stats: MeanStatsKind,
     num_pages: int,
     page_size: int,
+    by_slot: bool = False,
     implementation: str | None = None,
 ) -> Float32[Array, "B K units"]:
     """Moves each page's logits, or their logsumexp, to the page's position; the rest is -inf.
@@ -46,6 +47,8 @@ def place_logits(
         stats: "page_mass" or "token_logits".
         num_pages: M.
         page_size: P.
+        by_slot: whether `logits` are [pairs, M·P] in slot order instead. Then logits of tokens that
+            are not read, except unattended ones of listed pages, are ignored.
         implementation: "triton", "reference", or None to choose.
 
     Returns:
@@ -60,6 +63,7 @@ def place_logits(
         )
     capacity = selection.ids.shape[-1]
     maximum = max(capacity + 1 if capacity else 0, num_pages if selection.dense is not None else 0)
+    maximum = num_pages if by_slot else maximum
     if logits.shape[0] != lengths.size or logits.shape[1] % page_size:
         raise ValueError(
             f"logits.shape={logits.shape}: must be [{lengths.size}, a multiple of {page_size}]"
@@ -78,4 +82,5 @@ def place_logits(
         stats=stats,
         num_pages=num_pages,
         page_size=page_size,
+        by_slot=by_slot,
     )

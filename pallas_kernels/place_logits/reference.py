@@ -16,10 +16,11 @@ def place_logits(
     stats: MeanStatsKind,
     num_pages: int,
     page_size: int,
+    by_slot: bool = False,
 ) -> Float32[Array, "B K units"]:
     """Implements `api.place_logits` in plain jnp."""
     read = logits.reshape(*lengths.shape, logits.shape[1] // page_size, page_size)
-    nowhere = read.shape[2]
+    nowhere = -1
     length = lengths[..., None]
     count = jnp.where(length > 0, selection.count[..., None], 0)
     nth = jnp.arange(selection.ids.shape[-1], dtype=jnp.int32)
@@ -30,14 +31,20 @@ def place_logits(
     entry = (
         entry.at[row, head, newest].set(count, mode="drop").at[row, head, ids].set(nth, mode="drop")
     )
+    appended = entry == count
     if selection.dense is not None:
         page = jnp.arange(num_pages, dtype=jnp.int32)
         held = jnp.where(page * page_size < length, page, nowhere)
         entry = jnp.where(selection.dense[..., None], held, entry)
-    entry = entry[..., None]
-    placed = jnp.where(
-        entry == nowhere, -jnp.inf, jnp.take_along_axis(read, entry, axis=2, mode="clip")
-    )
+        appended &= ~selection.dense[..., None]
+    attended = (entry != nowhere)[..., None]
+    if by_slot:
+        slot = jnp.arange(num_pages * page_size, dtype=jnp.int32).reshape(num_pages, page_size)
+        length = length[..., None]
+        attended &= (slot < length) & ((slot == length - 1) | ~appended[..., None])
+    else:
+        read = jnp.take_along_axis(read, entry[..., None], axis=2, mode="clip")
+    placed = jnp.where(attended, read, -jnp.inf)
     if stats == "page_mass":
         return softmax_partial(placed)[2]
     return placed.reshape(*lengths.shape, num_pages * page_size)

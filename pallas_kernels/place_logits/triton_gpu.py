@@ -26,6 +26,7 @@ def place_logits(
     stats: MeanStatsKind,
     num_pages: int,
     page_size: int,
+    by_slot: bool = False,
 ) -> Float32[Array, "B K units"]:
     """Implements `api.place_logits` with jax-triton."""
     from jsparse.pallas_kernels.triton_call import triton_call
@@ -59,6 +60,7 @@ def place_logits(
         TOKENS=tokens,
         HAS_DENSE=dense is not None,
         PAGE_MASS=stats == "page_mass",
+        BY_SLOT=by_slot,
     )
 
 
@@ -103,6 +105,7 @@ def place_kernel(
     TOKENS: tl.constexpr,
     HAS_DENSE: tl.constexpr,
     PAGE_MASS: tl.constexpr,
+    BY_SLOT: tl.constexpr,
 ):
     """Places BLOCK entries of one head."""
     pair = tl.program_id(1).to(tl.int64)
@@ -111,22 +114,28 @@ def place_kernel(
     length = tl.load(lengths_ptr + pair)
     newest = tl.cdiv(length, P) - 1  # -1 if the head is empty
     page = tl.full([BLOCK], M, tl.int32)  # page M does not exist
+    appended = entry < 0
     if C > 0:
         count = tl.where(length > 0, tl.load(count_ptr + pair), 0)
         page = tl.load(ids_ptr + pair * C + entry, mask=entry < count, other=M)
         # only the program with the entry after the list checks for the newest page
         if (count > 0) & (first <= count) & (count < first + BLOCK):
             missing = not lists(ids_ptr + pair * C, count, newest, STEPS)
-            page = tl.where((entry == count) & missing, newest, page)
+            appended = (entry == count) & missing
+            page = tl.where(appended, newest, page)
     if HAS_DENSE:
         dense = tl.load(dense_ptr + pair) != 0
         page = tl.where(dense, tl.where(entry <= newest, entry, M), page)
+        appended &= not dense
 
     token = tl.arange(0, TOKENS)[None, :]
     read = (page < M)[:, None] & (token < P)
-    x = tl.load(
-        logits_ptr + pair * SLOTS + entry[:, None] * P + token, mask=read, other=float("-inf")
-    )
+    at = entry[:, None] * P + token
+    attended = read
+    if BY_SLOT:
+        at = page[:, None] * P + token
+        attended &= (at < length) & ((at == length - 1) | ~appended[:, None])
+    x = tl.load(logits_ptr + pair * SLOTS + at, mask=attended, other=float("-inf"))
     if PAGE_MASS:
         top = tl.max(x, 1)
         top = tl.where(top == float("-inf"), 0.0, top)

@@ -3,8 +3,8 @@
 Rows are gathered one by one; rows of K only if the list has no logits. A page's tokens are
 consecutive rows. The list of a head is cut into units whose length depends only on that list and on
 the capacity of lists, so that a row's bits are the same in any batch. A fixed number of programs
-divide the units of all heads; each finds its own by a prefix sum over all counts. A second, small
-launch merges the units of every head.
+divide the units of all heads, the long ones first; each finds its own by prefix sums over all
+counts. A second, small launch merges the units of every head.
 """
 
 from dataclasses import dataclass
@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Float32
 
 from jsparse.cache import Int8Pages, LayerCache, TieredPool, arrays_of
 from jsparse.pallas_kernels.merge_splits.api import merge_splits
+from jsparse.pallas_kernels.place_logits.api import place_logits
 from jsparse.pallas_kernels.token_sparse_decode.listed_rows import products
 from jsparse.pallas_kernels.token_sparse_decode.triton_kernel import attend_kernel
 from jsparse.pallas_kernels.token_sparse_decode.triton_tiers import Pools
@@ -123,25 +124,28 @@ def default_tiling(
     return TokenTiling(block, programs=2 if listed else 3)
 
 
-def int8_tiling(head_dim: int, rows: int, longest: int) -> TokenTiling:
+def int8_tiling(head_dim: int, rows: int, longest: int, *, mixed: bool) -> TokenTiling:
     """Chooses blocks of 4 KB of K in 8 bits.
 
     It needs more arithmetic per byte, which eight programs of one warp overlap best: they wait for
     no other warp. The longest lists are cut into more units, so that those of one row occupy every
-    SM; of shorter lists, such units would be too short.
+    SM; of shorter lists, such units would be too short. If only some heads are dense, theirs must
+    occupy every SM and are cut into twice as many.
 
     Args:
         head_dim: H.
         rows: of products with V.
         longest: tokens of the longest list.
+        mixed: whether heads may be dense beside others.
     """
     width = triton.next_power_of_2(head_dim)
     num_warps = triton.next_power_of_2(triton.cdiv(rows * width, MAX_SUMS // 4))
     num_warps = num_warps if num_warps < 4 else 8
+    unit = LONG_UNIT // 2 if mixed else LONG_UNIT
     return TokenTiling(
         block=min(max(4096 // width, 32), 128),
         unit_blocks=4,
-        max_units=min(max(longest // LONG_UNIT, 64), 128),
+        max_units=min(max(longest // unit, 64), 256 if mixed else 128),
         programs=8 // num_warps,
         num_warps=num_warps,
     )
@@ -168,11 +172,11 @@ def sparse_decode(
     int8 = isinstance(layer.k, Int8Pages)
     rows = max(8 if int8 else 16, triton.next_power_of_2(queries))
     tokens = 1 if selection.granularity == "token" else layer.page_size
-    # a list, then the newest token
-    longest = capacity * tokens + 1
+    mixed = selection.dense is not None and capacity > 0
+    longest = capacity * tokens + 1  # the newest token follows a list
     longest = longest if selection.dense is None else max(longest, layer.capacity)
     if tiling is None and int8:
-        tiling = int8_tiling(head_dim, max(rows, 16), longest)
+        tiling = int8_tiling(head_dim, max(rows, 16), longest, mixed=mixed)
     elif tiling is None:
         tiling = default_tiling(head_dim, q.dtype.itemsize, capacity, listed=listed, rows=rows)
     splits = min(tiling.max_units, triton.cdiv(longest, tiling.block * tiling.unit_blocks))
@@ -225,7 +229,7 @@ def sparse_decode(
             jax.ShapeDtypeStruct((batch, heads, capacity + 1), jnp.int32) if listed else nothing,
             jax.ShapeDtypeStruct((batch, heads), jnp.int32) if listed else nothing,
         ],
-        input_output_aliases={10: 3} if by_slot else {},
+        input_output_aliases={10: 3} if by_slot and tokens == 1 else {},
         grid=min(pairs * splits, tiling.programs * jax.local_devices()[0].core_count),
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
@@ -242,8 +246,20 @@ def sparse_decode(
         if selection.dense is not None:  # they report nothing
             lse = jnp.where(count[..., None] > 0, lse, -jnp.inf)
         return out._replace(stats=ListedLogits(ids, count, scores, lse))
-    if stats == "page_mass":
-        scores = softmax_partial(scores.reshape(batch, heads, layer.num_pages, layer.page_size))[2]
+    pages, size = layer.num_pages, layer.page_size
+    if selection.granularity == "page":
+        scores = place_logits(
+            scores.reshape(pairs, -1),
+            selection,
+            layer.lengths,
+            stats=stats,
+            num_pages=pages,
+            page_size=size,
+            by_slot=True,
+            implementation="triton",
+        )
+    elif stats == "page_mass":
+        scores = softmax_partial(scores.reshape(batch, heads, pages, size))[2]
     return out._replace(stats=Stats(scores, lse[:, 0].reshape(batch, heads)))
 
 
@@ -269,7 +285,7 @@ def _inputs(
         else None,
         layer.block_table,
         layer.bias,
-        jnp.full(mean_logits, -jnp.inf, jnp.float32) if plan.mean else None,
+        jnp.full(mean_logits, -jnp.inf, jnp.float32) if plan.mean and plan.tokens == 1 else None,
         pools.ring_k,
         pools.ring_v,
         pools.own_k,

@@ -12,7 +12,10 @@ from jsparse.pallas_kernels.token_sparse_decode.triton_lists import (
     HeadArrays,
     HeadScalars,
     count_entries,
+    count_own,
     find,
+    first_units,
+    own_unit,
     unit_size,
 )
 from jsparse.pallas_kernels.token_sparse_decode.triton_reports import (
@@ -76,7 +79,7 @@ def attend_kernel(
     bits_ptr,  # [B, K, capacity]
     table_ptr,  # [B, K, pages]
     bias_ptr,  # [pool pages, P]
-    _,  # if plan.mean an alias of scores_ptr, filled with -inf
+    _,  # of the mean query's report on tokens: an alias of scores_ptr, filled with -inf
     ring_k_ptr,  # [pairs · ring, P, H], if k_ptr is in host memory
     ring_v_ptr,  # [pairs · ring, P, H]
     own_k_ptr,  # [resident pages, P, H]
@@ -139,7 +142,8 @@ def attend_kernel(
     axes = Axes(row, col, tl.arange(0, plan.block))
     everyone = tl.arange(0, plan.pairs)
     all_entries, _listed = count_entries(heads, everyone, everyone < pairs, plan)
-    used = tl.cdiv(all_entries, unit_size(all_entries, plan))
+    sizes = unit_size(all_entries, plan)
+    used = tl.cdiv(all_entries, sizes)
     tl.store(used_ptr + everyone, used, mask=(everyone < pairs) & (tl.program_id(0) == 0))
     if plan.listed:
         for pair in range(tl.program_id(0), pairs, tl.num_programs(0)):
@@ -147,10 +151,12 @@ def attend_kernel(
             if (entries == 0) | (listed < 0):
                 line = tl.full([], capacity + 1, tl.int64) * pair
                 end_report(report, heads, pair, line, 0, plan)
-    ends = tl.cumsum(used, 0)  # units of each head and of all before it
-    for unit in range(tl.program_id(0), tl.max(ends, 0), tl.num_programs(0)):
-        pair = tl.sum((ends <= unit).to(tl.int32), 0)
-        split = unit - tl.max(tl.where(ends <= unit, ends, 0), 0)
+    firsts, units = first_units(used, sizes > plan.block * plan.unit_blocks)
+    for number in range(count_own(units)):
+        unit = own_unit(number)
+        own = (firsts <= unit) & (unit < firsts + used)
+        pair = tl.sum(tl.where(own, everyone, 0), 0)
+        split = unit - tl.sum(tl.where(own, firsts, 0), 0)
         entries, listed = count_entries(heads, pair, pair < pairs, plan)
         newest = tl.load(lengths_ptr + pair) - 1
         head = HeadScalars(pair, entries, listed, newest, pair.to(tl.int64) * (capacity + 1))
@@ -191,7 +197,7 @@ def attend(heads, pools, given, report, axes, head, split, plan: tl.constexpr):
         if given.bias is not None:
             logits += tl.load(given.bias + at, mask=valid, other=0.0)[None, :]
         if plan.mean:
-            store_by_slot(report, heads, axes, head, slot, valid, logits, plan)
+            store_by_slot(report, heads, axes, head, start, slot, valid, logits, plan)
         if plan.listed:
             store_listed(report, heads, axes, head, start, slot, valid, logits, plan)
         sums = add_block(sums, logits, valid, v, scales, plan)

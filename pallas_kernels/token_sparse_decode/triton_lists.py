@@ -52,6 +52,45 @@ def unit_size(entries, plan: tl.constexpr):
 
 
 @triton.jit
+def first_units(used, long):
+    """Numbers the units, those of the heads with long ones first.
+
+    Args:
+        used: each head's number of units.
+        long: whether they are longer than others.
+
+    Returns:
+        The number of each head's first unit, and that of all units.
+    """
+    of_long = tl.where(long, used, 0)
+    before = tl.where(long, of_long, used - of_long)
+    behind = tl.where(long, 0, tl.sum(of_long, 0))
+    counted = tl.where(long, tl.cumsum(of_long, 0), tl.cumsum(used - of_long, 0))
+    return behind + counted - before, tl.sum(used, 0)
+
+
+@triton.jit
+def count_own(units):
+    """Returns how many units this program has: see `own_unit`."""
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    rounds = units // programs
+    place = tl.where(rounds % 2 == 0, program, programs - 1 - program)
+    return rounds + (place < units % programs).to(tl.int32)
+
+
+@triton.jit
+def own_unit(number):
+    """Returns this program's unit of that number.
+
+    Units are dealt out one to each program, and in every second round from the last program to the
+    first, so that the programs with the first of the shorter units get no more of them.
+    """
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    place = tl.where(number % 2 == 0, program, programs - 1 - program)
+    return number * programs + place
+
+
+@triton.jit
 def find(heads, head, entry, plan: tl.constexpr):
     """Returns the slots of a block of entries, their rows in the pool, and a mask of valid ones."""
     unlisted = tl.where(head.listed < 0, entry, head.newest)

@@ -17,11 +17,16 @@ class Report(NamedTuple):
 
 
 @triton.jit
-def store_by_slot(report, heads, axes, head, slot, valid, logits, plan: tl.constexpr):
-    """Stores the logits of the mean query, which is row 0, at the slots of a block."""
+def store_by_slot(report, heads, axes, head, start, slot, valid, logits, plan: tl.constexpr):
+    """Stores the logits of the mean query, which is row 0, at the slots of a block.
+
+    Unattended tokens of listed pages get -inf.
+    """
     of_mean = tl.sum(tl.where(axes.row == 0, logits, 0.0), 0)
     first = head.pair.to(tl.int64) * heads.pages * plan.page_size
-    tl.store(report.scores + first + slot, of_mean, mask=valid)
+    older = (start + axes.offset < head.entries - 1) & (slot < head.newest)
+    of_mean = tl.where(valid, of_mean, float("-inf"))
+    tl.store(report.scores + first + slot, of_mean, mask=valid | older)
 
 
 @triton.jit

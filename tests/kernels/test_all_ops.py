@@ -72,7 +72,7 @@ def calls():
         page_bounds: (first("page_bounds"), {}),
         place_logits: (
             first("place_logits"),
-            {"stats": "page_mass", **CASES["place_logits"].CASES[0].sizes},
+            {"stats": "page_mass", **CASES["place_logits"].CASES[0].options},
         ),
         quantized_product: (first("quantized_product"), {}),
         residual_norm: (first("residual_norm"), {"eps": 1e-5}),

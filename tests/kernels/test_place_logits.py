@@ -12,7 +12,7 @@ from tests.support.dense_attention import logsumexp
 from tests.support.marks import slow_except_named
 
 
-def expected(inputs, num_pages, page_size):
+def expected(inputs, num_pages, page_size, by_slot):
     """Places the logits of all slots, page by page in each head's reading order."""
     logits, lengths = np.asarray(inputs.logits), np.asarray(inputs.lengths)
     ids, count, dense = (
@@ -23,25 +23,35 @@ def expected(inputs, num_pages, page_size):
     for head in np.ndindex(*lengths.shape):
         used = -(-int(lengths[head]) // page_size)
         pages = list(ids[head][: count[head]])
-        if pages and used - 1 not in pages:
+        missing = pages and used - 1 not in pages
+        if missing:
             pages.append(used - 1)
         if dense is not None and dense[head]:
-            pages = range(used)
+            pages, missing = range(used), False
         for entry, page in enumerate(pages if used else []):
-            placed[head][page] = rows[head][entry]
+            placed[head][page] = rows[head][page if by_slot else entry]
+        if by_slot:
+            newest = lengths[head] - 1
+            of_newest = placed[head].flat[newest]
+            if missing:
+                placed[head][used - 1] = -np.inf
+            placed[head].flat[newest if used else 0 :] = -np.inf
+            if used:
+                placed[head].flat[newest] = of_newest
     return placed
 
 
-run = jax.jit(place_logits, static_argnames=("stats", "num_pages", "page_size"))
+run = jax.jit(place_logits, static_argnames=("stats", "num_pages", "page_size", "by_slot"))
 
 
 def check(case, seed=0):
     inputs = case.build(seed)
-    placed = expected(inputs, **case.sizes)
+    placed = expected(inputs, **case.options)
     np.testing.assert_array_equal(
-        run(*inputs, stats="token_logits", **case.sizes), placed.reshape(*inputs.lengths.shape, -1)
+        run(*inputs, stats="token_logits", **case.options),
+        placed.reshape(*inputs.lengths.shape, -1),
     )
-    mass = run(*inputs, stats="page_mass", **case.sizes)
+    mass = run(*inputs, stats="page_mass", **case.options)
     assert mass.dtype == np.float32
     np.testing.assert_allclose(
         mass, np.apply_along_axis(logsumexp, -1, placed), rtol=1e-5, atol=1e-5
@@ -50,7 +60,9 @@ def check(case, seed=0):
 
 @pytest.mark.parametrize(
     "case",
-    slow_except_named(CASES, "any", "first", "dense_and_short_lists", "all_dense", "pages_of_24"),
+    slow_except_named(
+        CASES, "any", "first", "dense_and_short_lists", "all_dense", "pages_of_24", "by_slot_dense"
+    ),
     ids=str,
 )
 def test_every_page_gets_its_logits(case):
@@ -63,7 +75,7 @@ def test_lengths_beyond_capacity_count_as_full():
     inputs = case.build()
     longer = inputs._replace(lengths=np.asarray(inputs.lengths) + 1000)
     for stats in ("page_mass", "token_logits"):
-        got = (run(*args, stats=stats, **case.sizes) for args in (longer, inputs))
+        got = (run(*args, stats=stats, **case.options) for args in (longer, inputs))
         np.testing.assert_array_equal(*got)
 
 
@@ -81,4 +93,4 @@ def test_wrong_calls_are_refused():
         ((logits, dense, lengths), {"num_pages": 13}, "room for 13 pages"),
     ):
         with pytest.raises(ValueError, match=message):
-            place_logits(*args, **{"stats": "page_mass", **case.sizes, **change})
+            place_logits(*args, **{"stats": "page_mass", **case.options, **change})

@@ -24,6 +24,7 @@ class Case(Named):
         capacity: C; None: M.
         dense: heads that read everything they hold.
         spare: pages of room in the logits beyond the most that a head reads.
+        by_slot: whether logits are in slot order.
     """
 
     batch: int = 2
@@ -35,11 +36,16 @@ class Case(Named):
     capacity: int | None = None
     dense: Literal["none", "mixed", "all"] = "none"
     spare: int = 2
+    by_slot: bool = False
 
     @property
-    def sizes(self) -> dict[str, int]:
-        """M and P as arguments of the op."""
-        return {"num_pages": self.num_pages, "page_size": self.page_size}
+    def options(self) -> dict[str, int | bool]:
+        """The arguments of the op that are not arrays, except `stats`."""
+        return {
+            "num_pages": self.num_pages,
+            "page_size": self.page_size,
+            "by_slot": self.by_slot,
+        }
 
     def inputs(self, rng: np.random.Generator) -> Inputs:
         heads, size = (self.batch, self.kv_heads), self.page_size
@@ -52,6 +58,7 @@ class Case(Named):
             self.dense
         ]
         maximum = max(capacity + 1 if capacity else 0, 0 if dense is None else self.num_pages)
+        maximum = self.num_pages - self.spare if self.by_slot else maximum
         logits = np.full((*heads, maximum + self.spare, size), np.nan, np.float32)
         for head in np.ndindex(*heads):
             used = -(-int(lengths[head]) // size)
@@ -67,10 +74,17 @@ class Case(Named):
             attended = (slots < lengths[head]) & (rng.random(slots.shape) < 0.8)
             if missing:
                 attended[-1] = slots[-1] == lengths[head] - 1
-            if used:
-                logits[head][: len(slots)] = np.where(
-                    attended, rng.normal(scale=5, size=slots.shape), -np.inf
-                )
+            if not used:
+                continue
+            own = np.where(attended, rng.normal(scale=5, size=slots.shape), -np.inf)
+            if self.by_slot:
+                ignored = slots >= lengths[head]
+                ignored[-1:] |= missing & ~attended[-1:]
+                held = slots[:, 0] // size
+                there = held < self.num_pages
+                logits[head][held[there]] = np.where(ignored, np.nan, own)[there]
+            else:
+                logits[head][: len(slots)] = own
         selection = Selection(put(ids), put(count), dense=put(dense))
         return Inputs(put(logits.reshape(lengths.size, -1)), selection, put(lengths))
 
@@ -104,4 +118,7 @@ CASES = (
     Case("pages_of_24", page_size=24),
     Case("many_pages", num_pages=700, capacity=300, lengths="full"),
     Case("many_pages_dense", num_pages=515, capacity=31, dense="mixed"),
+    Case("by_slot", by_slot=True),
+    Case("by_slot_dense", dense="mixed", listed="held", capacity=2, by_slot=True),
+    Case("by_slot_24", page_size=24, num_pages=300, dense="mixed", by_slot=True),
 )

@@ -133,7 +133,7 @@ def compare_nearest(case, inputs, got, want):
 
 def placed(case, i, by):
     """Places logits, with NaN for unread values, and sums them by page."""
-    put = partial(place_logits, *i, **case.sizes, implementation=by)
+    put = partial(place_logits, *i, **case.options, implementation=by)
     return put(stats="token_logits"), put(stats="page_mass")
 
 
