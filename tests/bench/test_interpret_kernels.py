@@ -48,7 +48,7 @@ CASES = {
     "new_token_attention": "few many_queries",
     "norm_product": "bias one_row",
     "page_bounds": "ragged",
-    "place_logits": "any dense_and_listed",
+    "place_logits": "any dense_and_listed by_slot_dense",
     "residual_norm": "few",
     "rope_append": "normed several int8",
     "row_gather": "far_ids odd_width",
