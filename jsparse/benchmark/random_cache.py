@@ -8,11 +8,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array
 
 from jsparse import cache as kv_cache
 from jsparse.cache import (
+    KEY_REACH,
     CacheSpec,
     Int8Pages,
     KVCache,
@@ -39,7 +41,7 @@ def full_session(
     `how`: further arguments of Session.
     """
     mesh, known, vocab_size = params.mesh, constants(params, policy), params.config.vocab_size
-    cache = random_cache(spec, tokens, policy.fields, mesh)
+    cache = random_cache(spec, tokens, policy.fields, mesh, known)
     static = ("policy", "spec", "vocab_size")
     state_after = by_rank(_state_after, mesh, sharded=("cache",), static=static)
     state = state_after(known, cache, policy._replace(offload=None), spec, vocab_size)
@@ -62,13 +64,21 @@ def _state_after(
 
 
 def random_cache(
-    spec: CacheSpec, tokens: int, fields: tuple[str, ...] = (), mesh: Mesh | None = None
+    spec: CacheSpec,
+    tokens: int,
+    fields: tuple[str, ...] = (),
+    mesh: Mesh | None = None,
+    constants: Mapping[str, Array] | None = None,
 ) -> KVCache:
     """Returns a cache with `tokens` random keys and values in every head, in order.
 
-    `fields` are the optional fields that a policy needs; slots have no bias. All devices of `mesh`
-    have the same contents.
+    Their standard deviation is about 1. `fields` are the optional fields that a policy needs; slots
+    have no bias. All devices of `mesh` have the same contents. With K in 8 bits, `constants` have
+    the reach of the model's keys.
     """
+    reach = np.ones(spec.num_layers)
+    if constants is not None and KEY_REACH in constants:
+        reach = np.asarray(constants[KEY_REACH]).mean((1, 2))
     in_order = by_rank(_in_order, mesh, static=("spec", "tokens", "fields"))
     fill = jax.jit(_filled, donate_argnames="like")
     if mesh is not None:
@@ -76,9 +86,9 @@ def random_cache(
     cache = in_order(spec, tokens, fields)
     layers = list(cache.layers)
     for i, layer in enumerate(layers):
-        layers[i] = layer._replace(
-            k=fill(jnp.int32(2 * i), layer.k), v=fill(jnp.int32(2 * i + 1), layer.v)
-        )
+        k = fill(jnp.int32(2 * i), jnp.float32(1 / reach[i]), layer.k)
+        v = fill(jnp.int32(2 * i + 1), jnp.float32(1), layer.v)
+        layers[i] = layer._replace(k=k, v=v)
     return cache._replace(layers=tuple(layers))
 
 
@@ -98,16 +108,20 @@ def _in_order(spec: CacheSpec, tokens: int, fields: tuple[str, ...]) -> KVCache:
     return cache._replace(layers=layers, positions=jnp.full_like(cache.positions, tokens))
 
 
-def _filled(seed: Array, like: Array | Int8Pages) -> Array | Int8Pages:
-    """Returns random numbers in the shape of `like`, a pool of zeros."""
+def _filled(seed: Array, size: Array, like: Array | Int8Pages) -> Array | Int8Pages:
+    """Returns random numbers in the shape of `like`, a pool of zeros.
+
+    Their standard deviation is 1, or in 8 bits `size`, times the reach of a channel.
+    """
     key = jax.random.key(seed)
-    if isinstance(like, Int8Pages):  # with a standard deviation of 1
+    if isinstance(like, Int8Pages):
         # drawing takes eight bytes per number, so larger pools repeat a part
         part = like.shape[0] // math.gcd(like.shape[0], PARTS), *like.shape[1:]
         values = jax.random.randint(key, part, -64, 64, jnp.int8)
         values = jnp.broadcast_to(values, (like.shape[0] // part[0], *part)).reshape(like.shape)
-        reach = None if like.reach is None else jnp.ones_like(like.reach)
-        return replace(like, values=values, scales=like.scales + jnp.bfloat16(1 / 37), reach=reach)
+        # sums, so that they are made in the memory of `like`
+        scales = like.scales + (size / 37).astype(jnp.bfloat16)
+        return replace(like, values=like.values + values, scales=scales)
     return like + jax.random.normal(key, like.shape, like.dtype)
 
 
