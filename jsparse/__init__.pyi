@@ -20,6 +20,7 @@ from jsparse.runtime.host_reader import Generation as Generation
 from jsparse.runtime.host_reader import GenerationStats as GenerationStats
 from jsparse.runtime.sampling_params import SamplingParams as SamplingParams
 from jsparse.runtime.scoring import logits as logits
+from jsparse.runtime.structured_outputs import StructuredOutputsParams as StructuredOutputsParams
 from jsparse.selection import Selection as Selection
 from jsparse.text.reasoning import split_reasoning as split_reasoning
 from jsparse.text.tool_calls import split_tool_calls as split_tool_calls

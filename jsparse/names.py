@@ -31,23 +31,22 @@ class Refusal(NamedTuple):
 
 
 _BEAMS = "beam search is not supported; jsparse.LLM samples up to n=16 sequences"
-_STRUCTURE = "structured output is not supported; logit_bias forbids or favours single tokens"
 _PROCESSORS = "functions of logits are not supported; logit_bias adds to those of chosen tokens"
 _XLA = "programs are compiled by XLA, whose flags are those of XLA_FLAGS"
 _NO_CODE = "no code that comes with a checkpoint is ever run; must be False"
 _PADDING = "prompts need no padding; give a list of prompts of any lengths"
 _LORA = "adapters are not supported; merge them into the weights before loading"
 
-_GUIDED = ("choice", "decoding", "grammar", "json", "regex")
+_GUIDED = ("choice", "grammar", "json", "regex")
 
 SAMPLING: Mapping[str, Refusal] = {
-    "allowed_token_ids": Refusal("must not be given; logit_bias favours up to 300 tokens"),
     "bad_words": Refusal("must be empty; logit_bias={id: -100} forbids a token", []),
     "best_of": Refusal("must be 1; use n, which returns all sequences", 1),
     "detokenize": Refusal("must be True; outputs have a text and token_ids", True),
     "early_stopping": Refusal(_BEAMS, False),
     "extra_args": Refusal("must not be given; policy sets the policy's own options"),
-    **{f"guided_{kind}": Refusal(_STRUCTURE) for kind in _GUIDED},
+    **{f"guided_{kind}": Refusal(f'use structured_outputs={{"{kind}": …}}') for kind in _GUIDED},
+    "guided_decoding": Refusal("use structured_outputs"),
     "length_penalty": Refusal(_BEAMS, 1.0),
     "logits_processors": Refusal(_PROCESSORS, []),
     "output_kind": Refusal("must not be given; outputs hold everything so far"),
@@ -55,7 +54,6 @@ SAMPLING: Mapping[str, Refusal] = {
         "log-probabilities of the prompt are not supported; jsparse.logits(params, ids) gives them"
     ),
     "spaces_between_special_tokens": Refusal("must be True", True),
-    "structured_outputs": Refusal(_STRUCTURE),
     "truncate_prompt_tokens": Refusal("must not be given; cut the prompt's token ids"),
     "use_beam_search": Refusal(_BEAMS, False),
 }

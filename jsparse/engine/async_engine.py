@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from jsparse.engine.errors import EngineError, EngineFull
@@ -155,7 +156,10 @@ class AsyncEngine:
             nth = next(self._streams) if options.seed is None else 0
             # each request has its own random stream; a seed has STREAMS of them
             seed = (self._seed + nth // STREAMS) % 2**63
-            (request,) = requests(params, rows, options, self.engine.policy, seed=seed)
+            check = partial(requests, params, rows, options, self.engine.policy, seed=seed)
+            # a grammar takes up to a second to compile
+            slow = options.structured_outputs is not None
+            (request,) = await asyncio.to_thread(check) if slow else check()
             request = replace(request, stream=request.stream + nth % STREAMS)
             text = prompt if isinstance(prompt, str) else None
             del prompt, rows  # the request has them as an array

@@ -27,7 +27,7 @@ from jsparse.machine.jax_settings import own_settings
 from jsparse.models.checkpoint import Params, require_params
 from jsparse.policies.expressions import as_policy
 from jsparse.policy import AnyPolicy
-from jsparse.runtime.collecting import NAN_LOGITS, OutputBuilder
+from jsparse.runtime.collecting import OutputBuilder
 from jsparse.runtime.compilation import keep_compilations
 from jsparse.runtime.program_set import ProgramKey
 from jsparse.runtime.request import Request
@@ -111,7 +111,7 @@ class Engine:
         self._taken = -math.inf  # when the last results arrived
         self.counters = Counters()
         self.error: BaseException | None = None
-        self._runner = Runner(spec, self.programs, lambda number: self._live[number][2].request)
+        self._runner = Runner(spec, self.programs, lambda number: self._live[number][2])
         self._warm_up(new)
 
     def _programs_of(
@@ -217,6 +217,7 @@ class Engine:
                 max_tokens=single.sampling.max_tokens,
                 arrival=now,
                 cache_salt=single.sampling.cache_salt,
+                stepwise=single.constraint is not None,
             )
             state.seqs.append(seq)
             keep = self._options.layer_stats is True
@@ -285,7 +286,9 @@ class Engine:
             )
         dispatched = self._clock()
         updates: dict[int, RequestState] = {}
-        lag = 0 if plan.empty or not self._in_flight else max(LAG, self._in_flight[-1].steps)
+        lag = 0
+        if not plan.empty and self._in_flight and not self.scheduler.stepwise:
+            lag = max(LAG, self._in_flight[-1].steps)
         first = True
         while self._in_flight and (
             (ready := self._in_flight[0].ready)
@@ -325,7 +328,7 @@ class Engine:
             self.counters.new_tokens += count
             updates.append(state)
             if builder.finish == "error":
-                logger.error("request %s: %s", state.request_id, NAN_LOGITS)
+                logger.error("request %s: %s", state.request_id, builder.error)
                 self.scheduler.memory.pool.uncache(seq.blocks)
             if builder.finish is not None:
                 made = builder.token_ids if builder.finish != "error" else ()

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from jsparse.cache import ReadOnly
+from jsparse.engine.constraint_programs import constrain
 from jsparse.engine.decode_programs import (
     decode,
     decode_keys,
@@ -39,7 +40,7 @@ logger = logging.getLogger("jsparse.engine")
 PROGRAMS = {
     each.name: each
     for each in (
-        *(start, prefill, replay, evict, refill, join, decode, draft_and_verify),
+        *(start, prefill, replay, evict, refill, join, constrain, decode, draft_and_verify),
         *(leave, service, swap_out, swap_in),
     )
 }

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from jsparse.engine.constraint_programs import constrain, rows_at_once
 from jsparse.engine.decode_programs import decode, decode_key, service
 from jsparse.engine.evict_programs import evict_key
 from jsparse.engine.move_programs import MovedGroups, SwappedPages, no_groups, swap_in, swap_out
@@ -27,7 +28,7 @@ from jsparse.engine.step_plan import Chunk, DecodePlan, Move, PrefillPlan, RowPl
 from jsparse.engine.tail_programs import leave, refill
 from jsparse.host_memory import pages as host_pages
 from jsparse.host_memory.pages import HostLayers, Leaving, device_sharding, host_sharding
-from jsparse.runtime.collecting import NewTokens
+from jsparse.runtime.collecting import NewTokens, OutputBuilder
 from jsparse.runtime.prefill import settle
 from jsparse.runtime.program_set import ProgramKey
 from jsparse.runtime.request import Request, knob_rows
@@ -76,10 +77,10 @@ class Runner:
     """The device's arrays; plans are run on them in order."""
 
     def __init__(
-        self, spec: EngineSpec, programs: Programs, request_of: Callable[[int], Request]
+        self, spec: EngineSpec, programs: Programs, output_of: Callable[[int], OutputBuilder]
     ) -> None:
-        """Allocates the slots; `request_of` returns the request of a sequence, by its number."""
-        self._spec, self._programs, self._request_of = spec, programs, request_of
+        """Allocates the slots; `output_of` returns the output of a sequence, by its number."""
+        self._spec, self._programs, self._output_of = spec, programs, output_of
         self._neutral = {
             rows: jax.device_put(row_sampling([neutral()] * rows, spec.decoder.config.vocab_size))
             for rows in spec.sizes.prefill_rows
@@ -271,11 +272,26 @@ class Runner:
             members = [at[slot] for slot in prefix.slots]
             inputs.prefixes.rows[nth, : len(members)] = members
             inputs.prefixes.tokens[nth] = prefix.tokens
+        self._constrain(rows)
         choice = self.sampling_mode(row.seq for row in rows)
         key = self._programs.usable(decode_key(choice, *size, drafts=plan.drafts))
         self._slots, packed = self._programs.run(key, self._slots, inputs)
         results = [(row.seq, at[row.slot], row.steps) for row in rows]
         return PendingResults(packed, results, plan)
+
+    def _constrain(self, rows: list[RowPlan]) -> None:
+        """Sets the tokens that rows with a grammar may choose next."""
+        found = ((row.slot, self._output_of(row.seq).constraint) for row in rows)
+        limited = [(slot, place.allowed()) for slot, place in found if place is not None]
+        size = rows_at_once(self._spec.sizes)
+        for part in itertools.batched(limited, size):
+            (inputs,) = constrain.placeholders(self._spec, (size,))
+            for nth, (slot, allowed) in enumerate(part):
+                inputs.slots[nth], inputs.allowed[nth] = slot, allowed
+            self._slots = self._programs.run(constrain.key(size), self._slots, inputs)
+
+    def _request_of(self, seq: int) -> Request:
+        return self._output_of(seq).request
 
     def sampling_mode(self, seqs: Iterable[int]) -> SamplingMode:
         """Returns the cheapest sampling mode that all of these sequences allow."""

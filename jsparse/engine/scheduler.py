@@ -88,6 +88,11 @@ class Scheduler:
         """The sequences with a slot."""
         return [*self.prefilling, *self.decoding, *self.swapped]
 
+    @property
+    def stepwise(self) -> bool:
+        """Whether a decoding sequence needs each token's result before the next."""
+        return any(seq.stepwise for seq in self.decoding)
+
     def add(self, seq: SequenceState) -> None:
         """Queues a sequence.
 
@@ -101,6 +106,7 @@ class Scheduler:
     def record_tokens(self, seq: SequenceState, planned: int, tokens: int) -> None:
         """Replaces a sequence's planned number of tokens by the actual one."""
         seq.planned -= planned - tokens
+        seq.known += tokens
 
     def _keys(self, seq: SequenceState, ids: np.ndarray) -> list[bytes]:
         """Returns the keys of the blocks of `ids` that a sequence may share."""
@@ -242,7 +248,11 @@ class Scheduler:
             if self._stall.allows_more(size, following[0].prefilled):
                 return None
         self._stall.reset()
-        wanting = [seq for seq in self.decoding if seq.planned < seq.max_tokens]
+        wanting = [
+            seq
+            for seq in self.decoding
+            if seq.planned < seq.max_tokens and not (seq.stepwise and seq.known < seq.planned)
+        ]
         if not wanting:
             return None
         rows, seqs, num_rows = [], [], self._rows_for(len(wanting))
@@ -253,7 +263,7 @@ class Scheduler:
                     break
             if seq.phase is Phase.SWAPPED:
                 continue
-            count = min(steps + drafts, seq.max_tokens - seq.planned)
+            count = min(1 if seq.stepwise else steps + drafts, seq.max_tokens - seq.planned)
             first = self.memory.num_groups(seq)
             groups = self.memory.grow(seq, count, self.begun)
             count = self.memory.steps_left(seq, count)
@@ -303,10 +313,11 @@ class Scheduler:
         """Returns the number of steps of the next program.
 
         It is the maximum unless something waits for the program's end: a prompt in prefill, a row
-        whose service is due, a sequence that gets the slot or the memory of a finished row, or a
-        client waiting for tokens. A new request waits for two programs.
+        whose service is due or whose next token depends on this one, a sequence that gets the slot
+        or the memory of a finished row, or a client waiting for tokens. A new request waits for two
+        programs.
         """
-        if self.prefilling or not self.decoding:
+        if self.prefilling or not self.decoding or self.stepwise:
             return 1
         some_wait = self.waiting or self.swapped
         steps = min(self.sizes.steps, BUSY_STEPS) if some_wait else self.sizes.steps

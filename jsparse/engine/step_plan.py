@@ -44,6 +44,8 @@ class SequenceState:
         kept_groups: the groups for the compressed prompt, if the policy evicts.
         joined: its position in the order in which sequences started to decode.
         swapped: the number of its groups in host memory.
+        stepwise: whether its next token may be planned only when all before it are known.
+        known: the number of tokens whose results have arrived.
         acceptance: that of its drafts.
     """
 
@@ -68,6 +70,8 @@ class SequenceState:
     kept_groups: list[int] = field(default_factory=list)
     joined: int = 0
     swapped: int = 0
+    stepwise: bool = False
+    known: int = 0
     acceptance: Acceptance = field(default_factory=Acceptance)
 
     @property

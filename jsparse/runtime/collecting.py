@@ -5,13 +5,16 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from jsparse.models.tokenizer import Tokenizer
 from jsparse.runtime.request import Request
 from jsparse.text.stream import TextStream
+
+if TYPE_CHECKING:
+    from jsparse.runtime.constraint import Constraint
 
 NAN_LOGITS = "the model's logits are NaN: weights hold NaN, or activations overflow their dtype"
 
@@ -46,13 +49,15 @@ class CompletionOutput:
             unless requested.
         top_logprobs: per token, the most likely tokens and their log-probabilities; None unless
             requested.
-        finish_reason: "stop" (end token or stop string), "length", "abort", "error" (the model's
-            logits were NaN), or None while it grows.
+        finish_reason: "stop" (end token, stop string, or the end of its grammar), "length",
+            "abort", "error" (see `error`), or None while it grows.
         attended_fraction: tokens attended over positions so far, averaged over decode steps, layers
             and KV heads; None before the first decode step.
         read_fraction: the same for tokens whose K and V were read.
         layer_stats: the shares attended and read in each layer of each decode step, [steps, 2, L];
             None unless the engine keeps them.
+        error: why it could not be continued: the model's logits were NaN, or its grammar is too
+            complex.
     """
 
     index: int
@@ -65,6 +70,7 @@ class CompletionOutput:
     attended_fraction: float | None = None
     read_fraction: float | None = None
     layer_stats: np.ndarray | None = None
+    error: str = ""
     tokenizer: Tokenizer | None = field(default=None, repr=False, compare=False)
 
     @cached_property
@@ -145,6 +151,8 @@ class OutputBuilder:
         finish: why the sequence has ended, or None.
         token_ids, logprobs: its tokens and their log-probabilities.
         layers: the newest decode step's shares attended and read in each layer, if known.
+        constraint: its place in its grammar, if it has one.
+        error: why it ended, if it could not continue.
     """
 
     def __init__(
@@ -168,6 +176,8 @@ class OutputBuilder:
         self.request, self.index = request, index
         self._undecoded = 0 if turn else 1  # tokens that come from the prompt, not from a step
         self.finish: str | None = None
+        self.constraint = request.constraint and request.constraint.copy()
+        self.error = ""
         self.token_ids: list[int] = []
         self.logprobs: list[float] = []
         self._top: list[dict[int, float]] = []
@@ -186,10 +196,12 @@ class OutputBuilder:
         numbers = next((nth for nth, x in enumerate(new.logprobs) if math.isnan(x)), len(new.ids))
         with self._lock:
             count = 0 if self.finish else self._end_within(new.ids[:numbers])
+            if count and self.constraint is not None:
+                self._follow(self.constraint, new.ids[:count])
             if count:
                 self._keep(new, count)
-            if numbers < len(new.ids):
-                self.finish = self.finish or "error"
+            if numbers < len(new.ids) and not self.finish:
+                self.finish, self.error = "error", NAN_LOGITS
         return count
 
     def _end_within(self, ids: Sequence[int]) -> int:
@@ -215,6 +227,15 @@ class OutputBuilder:
                 self._stream.finish()  # the withheld text may complete a stop string
             self.finish = "stop" if self._stream.stopped else "length"
         return len(ids)
+
+    def _follow(self, constraint: "Constraint", ids: Sequence[int]) -> None:
+        """Appends tokens to the output in its grammar, and ends it where nothing may follow."""
+        ended = self.finish == "stop" and ids[-1] in self.request.ends
+        constraint.take(ids[:-1] if ended else ids)
+        if constraint.error:
+            self.finish, self.error = "error", constraint.error
+        elif constraint.complete:
+            self.finish = "stop"
 
     def _keep(self, new: NewTokens, count: int) -> None:
         """Keeps the first `count` tokens and their statistics."""
@@ -265,6 +286,7 @@ class OutputBuilder:
                 token_logprobs=None if top_count is None else self.logprobs[token:],
                 top_logprobs=self._top[token:] if top_count else None,
                 finish_reason=self.finish,
+                error=self.error,
                 attended_fraction=attended,
                 read_fraction=read,
                 layer_stats=np.stack(layers) if layers else None,

@@ -12,7 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import numpy as np
 
-from jsparse.runtime.collecting import NAN_LOGITS, NewTokens, OutputBuilder, shares
+from jsparse.runtime.collecting import NewTokens, OutputBuilder, shares
 from jsparse.runtime.compilation import clock
 from jsparse.runtime.decoding import Drafts, StepResult
 from jsparse.runtime.prefill import OnChunk
@@ -140,9 +140,15 @@ class Reader:
         rows: list[OutputRow],
         report: OnChunk = lambda *_: None,
         clock: Callable[[], float] = clock,
+        *,
+        at_once: bool = False,
     ) -> None:
-        """Prepares to read the steps of these rows; `clock` returns seconds."""
+        """Prepares to read the steps of these rows.
+
+        `clock` returns seconds; `at_once` is whether each step is read before the next.
+        """
         self.rows, self._report, self._clock = rows, report, clock
+        self._at_once = at_once
         self._maximum = max(row.limit for row in rows)
         self._pending: deque[StepResult] = deque()
         self._steps, self._times = 0, list[float]()
@@ -154,7 +160,8 @@ class Reader:
                 array.copy_to_host_async()
             self._pending.append(step)
             # no lag for the first token: it is shown before the decode step compiles
-            lag = max(HOST_LAG, step.tokens.shape[0]) if self._times else 0
+            late = self._times and not self._at_once
+            lag = max(HOST_LAG, step.tokens.shape[0]) if late else 0
             while sum(pending.tokens.shape[0] for pending in self._pending) > lag:
                 self._read()
             if self.finished:
@@ -182,7 +189,7 @@ class Reader:
         """Gives row b its tokens of one program.
 
         Raises:
-            FloatingPointError: the model's logits are NaN.
+            FloatingPointError: the model's logits are NaN, or its grammar is too complex.
         """
         first = min(max(0, row.given - self._steps), len(results.tokens))
         full = np.flatnonzero(results.overflow[first:, b])
@@ -196,7 +203,7 @@ class Reader:
         row.take(NewTokens(ids, logprobs, shares(fractions)))
         if row.builder.finish == "error":
             raise FloatingPointError(
-                f"prompt[{b}], token {len(row.builder.token_ids)}: {NAN_LOGITS}"
+                f"prompt[{b}], token {len(row.builder.token_ids)}: {row.builder.error}"
             )
         if full.size:
             row.close("overflow")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jsparse.runtime.sampling_params import MAX_END_IDS, OFF, SamplingParams
+from jsparse.runtime.structured_outputs import StructuredOutputsParams
 from jsparse.text import prompts
 
 if TYPE_CHECKING:
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from jsparse.models.checkpoint import Params
     from jsparse.models.tokenizer import Tokenizer
     from jsparse.policy import Policy
+    from jsparse.runtime.constraint import Constraint
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,12 +28,14 @@ class Request:
         sampling: the options, with the model's defaults in place of None.
         ends: the tokens that end the text.
         stream: the number of the seed's random stream to sample from.
+        constraint: the beginning of its outputs in their grammar, if they have one.
     """
 
     ids: np.ndarray
     sampling: SamplingParams
     ends: frozenset[int]
     stream: int
+    constraint: "Constraint | None" = None
 
     @property
     def max_length(self) -> int:
@@ -135,8 +139,8 @@ def _request(
     if sampling.stop:
         _require_possible(sampling, prompts.tokenizer_of(params, "stop"))
     last = params.config.vocab_size - 1
-    for name in ("stop_token_ids", "logit_bias"):
-        for token in getattr(sampling, name):
+    for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
+        for token in getattr(sampling, name) or ():
             if token > last:
                 raise ValueError(f"{name}={token}: must be token ids from 0 to {last}")
     defaults = OFF | {k: v for k, v in params.generation_defaults.items() if k in OFF}
@@ -153,7 +157,18 @@ def _request(
             f"min_tokens={sampling.min_tokens}: must be 0 if more than {MAX_END_IDS} tokens end "
             f"the text; here {len(ends)} do"
         )
-    return Request(np.asarray(ids, np.int32), resolved, ends, 0 if own_seed else row)
+    if sampling.min_tokens and ends.issuperset(sampling.allowed_token_ids or (-1,)):
+        raise ValueError(
+            f"min_tokens={sampling.min_tokens}: must be 0 if all of allowed_token_ids end the text"
+        )
+    array, constraint = np.asarray(ids, np.int32), None
+    if isinstance(wanted := sampling.structured_outputs, StructuredOutputsParams):
+        from jsparse.runtime.constraint import constraint as compiled
+
+        tokenizer = prompts.tokenizer_of(params, "structured_outputs")
+        constraint = compiled(tokenizer, wanted, ends, params.config.vocab_size, array)
+    stream = 0 if own_seed else row
+    return Request(array, resolved, ends, stream, constraint)
 
 
 def _require_possible(sampling: SamplingParams, tokenizer: "Tokenizer") -> None:

@@ -58,6 +58,9 @@ class RowSampling(NamedTuple):
             min_tokens: as in SamplingParams.
         bias_ids, bias_values: logit_bias.
         ends: the tokens that cannot be chosen before min_tokens; none if that is 0.
+        limited: whether only some tokens may be chosen.
+        allowed: a bit for each token that may be chosen, the lowest of the first word for id 0;
+            words = ⌈V / 32⌉.
         seed: the lower and the upper half of the seed.
         stream: the number of the seed's random stream.
         seen: the tokens in the text so far, including the prompt.
@@ -75,6 +78,8 @@ class RowSampling(NamedTuple):
     bias_values: Float32[Array, "B 300"]
     min_tokens: Int32[Array, "B"]
     ends: Int32[Array, "B 16"]
+    limited: Bool[Array, "B"]
+    allowed: UInt32[Array, "B words"]
     seed: UInt32[Array, "B 2"]
     stream: Int32[Array, "B"]
     seen: Bool[Array, "B V"]
@@ -97,7 +102,8 @@ def chooser(requests: Sequence[Request], vocab_size: int) -> tuple[ChooseFn, Any
     """Returns the ChooseFn for a batch, and its initial carry."""
     if all(request.sampling.greedy for request in requests):
         return greedy, ()
-    return sampled, jax.tree.map(jnp.asarray, row_sampling(requests, vocab_size))
+    choose = followed if any(request.constraint for request in requests) else sampled
+    return choose, jax.tree.map(jnp.asarray, row_sampling(requests, vocab_size))
 
 
 def row_sampling(requests: Sequence[Request], vocab_size: int) -> RowSampling:
@@ -108,6 +114,8 @@ def row_sampling(requests: Sequence[Request], vocab_size: int) -> RowSampling:
     bias_ids = np.full((rows, MAX_BIASES), vocab_size, np.int32)
     bias_values = np.zeros((rows, MAX_BIASES), np.float32)
     ends = np.full((rows, MAX_END_IDS), vocab_size, np.int32)
+    allowed = [allowed_tokens(request, vocab_size) for request in requests]
+    everything = np.full(-(-vocab_size // 32), 2**32 - 1, np.uint32)
     for row, (request, own) in enumerate(zip(requests, options, strict=True)):
         seen[row, request.ids] = True
         biases = own.logit_bias or {}
@@ -131,6 +139,8 @@ def row_sampling(requests: Sequence[Request], vocab_size: int) -> RowSampling:
         "bias_values": bias_values,
         "min_tokens": column("min_tokens", np.int32),
         "ends": ends,
+        "limited": np.array([own is not None for own in allowed]),
+        "allowed": np.stack([everything if own is None else own for own in allowed]),
         # a key takes 32 bits of a seed: the upper ones are folded in
         "seed": np.array([divmod(own.seed or 0, 2**32)[::-1] for own in options], np.uint32),
         "stream": np.array([request.stream for request in requests], np.int32),
@@ -138,6 +148,21 @@ def row_sampling(requests: Sequence[Request], vocab_size: int) -> RowSampling:
         "counts": np.zeros((rows, vocab_size), np.uint16),
     }
     return RowSampling(**made)
+
+
+def allowed_tokens(request: Request, vocab_size: int) -> UInt32[np.ndarray, "words"] | None:
+    """Returns the bits of the tokens that may come first in a request's output; None: all."""
+    if request.constraint is not None:
+        return request.constraint.allowed()
+    ids = request.sampling.allowed_token_ids
+    return None if ids is None else bits(ids, vocab_size)
+
+
+def bits(ids: Sequence[int], vocab_size: int) -> UInt32[np.ndarray, "words"]:
+    """Returns a bit for each token, the lowest of the first word for id 0: is it among `ids`?"""
+    flags = np.zeros(-(-vocab_size // 32) * 32, np.bool_)
+    flags[[*ids]] = True
+    return np.packbits(flags, bitorder="little").view(np.uint32)
 
 
 def greedy(
@@ -213,6 +238,13 @@ def sampled(
     )
 
 
+def followed(
+    given: RowSampling, nth: Nth, logits: Float32[Array, "B V"], active: Active = None
+) -> NextTokens:
+    """Samples as `sampled` does; the host sets `allowed` before each step, from the last token."""
+    return sampled(given, nth, logits, active)
+
+
 def _of_active(given: RowSampling, active: Bool[Array, "B"]) -> RowSampling:
     """Turns off the options of inactive rows, which need no computation."""
     off = {
@@ -230,18 +262,24 @@ def _of_active(given: RowSampling, active: Bool[Array, "B"]) -> RowSampling:
         for name, value in off.items()
     }
     bias = jnp.where(active[:, None], given.bias_values, 0)
-    return given._replace(**rows, bias_values=bias)
+    return given._replace(**rows, bias_values=bias, limited=given.limited & active)
 
 
 def adjusted(
     given: RowSampling, nth: Int32[Array, "B"], logits: Float32[Array, "B V"]
 ) -> Float32[Array, "B V"]:
-    """Adds the biases, sets end tokens before min_tokens to -inf and applies the penalties.
+    """Sets forbidden tokens to -inf, adds the biases and applies the penalties.
 
     Steps that no row needs are skipped individually, and all at once if no row needs any.
     """
     rows, vocab = jnp.arange(logits.shape[0])[:, None], logits.shape[-1]
-    has_bias, early, repeats, counted = wanted = _adjustments(given, nth)
+    limited, has_bias, early, repeats, counted = wanted = _adjustments(given, nth)
+
+    def of_allowed(x: Array) -> Array:
+        shifts = jnp.arange(32, dtype=jnp.uint32)
+        flags = (given.allowed[:, :, None] >> shifts) & 1
+        flags = flags.reshape(len(x), -1)[:, :vocab] != 0
+        return jnp.where(flags, x, -jnp.inf)
 
     def biased(x: Array) -> Array:
         return x.at[rows, given.bias_ids].add(given.bias_values, mode="drop")
@@ -260,6 +298,7 @@ def adjusted(
         return x - (frequency + given.presence_penalty[:, None] * (counts > 0))
 
     def changed(x: Array) -> Array:
+        x = _if_any(limited, of_allowed, x)
         x = _if_any(has_bias, biased, x)
         x = _if_any(early, without_ends, x)
         x = _if_any(repeats, repetition, x)
@@ -269,8 +308,11 @@ def adjusted(
 
 
 class _Adjustments(NamedTuple):
-    """Which rows have biases, end tokens to avoid, and penalties of repetition and of counts."""
+    """Which rows need changes: may choose only some tokens, have biases, have end tokens to avoid,
+    and have penalties of repetition and of counts.
+    """
 
+    limited: Bool[Array, "B"]
     bias: Bool[Array, "B"]
     early: Bool[Array, "B"]
     repeats: Bool[Array, "B"]
@@ -281,7 +323,11 @@ def _adjustments(given: RowSampling, nth: Int32[Array, "B"]) -> _Adjustments:
     early = nth < given.min_tokens
     counted = (given.presence_penalty != 0) | (given.frequency_penalty != 0)
     return _Adjustments(
-        jnp.any(given.bias_values != 0, axis=1), early, given.repetition_penalty != 1, counted
+        given.limited,
+        jnp.any(given.bias_values != 0, axis=1),
+        early,
+        given.repetition_penalty != 1,
+        counted,
     )
 
 

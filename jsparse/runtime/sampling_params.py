@@ -4,12 +4,14 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
 
 from jsparse.names import SAMPLING, takes
+from jsparse.runtime.structured_outputs import StructuredOutputsParams, structured_outputs
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 # widths of arrays in jsparse.runtime.sampling.RowSampling
@@ -22,10 +24,11 @@ OFF = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_p
 class SamplingParams:
     """The options of one request, with the names that vLLM uses.
 
-    Options change the logits in this order: logit_bias, min_tokens, repetition_penalty,
-    presence_penalty and frequency_penalty, temperature, top_k, top_p, min_p. At temperature 0 the
-    most likely token after the penalties is chosen. None for an option from temperature to
-    repetition_penalty means the value in the model's generation_config, else off.
+    Options change the logits in this order: allowed_token_ids or structured_outputs, logit_bias,
+    min_tokens, repetition_penalty, presence_penalty and frequency_penalty, temperature, top_k,
+    top_p, min_p. At temperature 0 the most likely token after the penalties is chosen. None for an
+    option from temperature to repetition_penalty means the value in the model's generation_config,
+    else off.
 
     Attributes:
         temperature: the sampling temperature; 0: greedy.
@@ -40,6 +43,11 @@ class SamplingParams:
             each time it was generated.
         logit_bias: numbers from -100 to 100 that are added to logits, by token id; at most 300. Ids
             may be strings of digits, as in JSON.
+        allowed_token_ids: the only tokens that may be generated; None: all. End tokens must be
+            among them to end the text.
+        structured_outputs: what the text must consist of, such as a JSON schema or a regular
+            expression; None: anything. A mapping has the names of StructuredOutputsParams. The text
+            ends where it is complete and nothing can follow, or at max_tokens, then incomplete.
         n: the number of sequences to generate, from 1 to 16; `generate` supports only 1.
         seed: the random seed; the same seed gives the same text, whatever else is in the batch.
             None: derived from the seed of the call, differently for each prompt.
@@ -79,6 +87,10 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] | None = field(default_factory=dict, hash=False)
+    allowed_token_ids: Sequence[int] | None = None
+    structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = field(
+        default=None, hash=False
+    )
     n: int = 1
     seed: int | None = None
     stop: str | Sequence[str] | None = ()
@@ -122,10 +134,18 @@ class SamplingParams:
         for name, check, none in (
             ("logit_bias", _biases, {}),
             ("stop", _stop_strings, ()),
-            ("stop_token_ids", _ids, ()),
+            ("stop_token_ids", partial(_ids, "stop_token_ids"), ()),
         ):
             given = getattr(self, name)
             object.__setattr__(self, name, check(none if given is None else given))
+        wanted = structured_outputs(self.structured_outputs)
+        object.__setattr__(self, "structured_outputs", wanted)
+        if self.allowed_token_ids is not None:
+            allowed = _ids("allowed_token_ids", self.allowed_token_ids)
+            object.__setattr__(self, "allowed_token_ids", allowed)
+            if not allowed or wanted is not None:
+                rule = "of at least one id" if not allowed else "None with structured_outputs"
+                raise ValueError(f"allowed_token_ids={[*allowed]}: must be {rule}")
 
     @property
     def greedy(self) -> bool:
@@ -136,6 +156,8 @@ class SamplingParams:
             and self.presence_penalty == self.frequency_penalty == 0
             and not self.logit_bias
             and self.min_tokens == 0
+            and self.allowed_token_ids is None
+            and self.structured_outputs is None
         )
 
 
@@ -179,12 +201,12 @@ def _stop_strings(stop: Any) -> tuple[str, ...]:
     return stop
 
 
-def _ids(tokens: Any) -> tuple[int, ...]:
+def _ids(name: str, tokens: Any) -> tuple[int, ...]:
     if not isinstance(tokens, Sequence) or isinstance(tokens, str):
-        raise ValueError(f"stop_token_ids={tokens!r}: must be a list of token ids")
+        raise ValueError(f"{name}={tokens!r}: must be a list of token ids")
     for token in tokens:
         if not _is_int(token) or token < 0:
-            raise ValueError(f"stop_token_ids={token!r}: must be token ids, integers from 0 on")
+            raise ValueError(f"{name}={token!r}: must be token ids, integers from 0 on")
     return tuple(map(int, tokens))
 
 

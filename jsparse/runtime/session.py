@@ -9,7 +9,7 @@ jsparse.runtime.host_reader). On a GPU one program runs several steps, since the
 to start a program than the device takes for a small model's step.
 """
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
@@ -248,6 +248,7 @@ class Session:
         limits: Sequence[int],
         knobs: dict[str, Array] | None = None,
         keep_logits: bool = False,
+        renewed: Callable[[Any], Any] | None = None,
     ) -> Generator[StepResult]:
         """Decodes, and yields the results of each program once it is dispatched.
 
@@ -261,6 +262,8 @@ class Session:
                 at their limit decode on, without use, until all rows are at theirs.
             knobs: hyper-parameters that differ by row.
             keep_logits: whether results hold the logits.
+            renewed: returns the carry for a program, given that of the one before it; the caller
+                has got the results of the latter. None: the same.
 
         Raises:
             ValueError: there was no prefill since the last steps, there is not one limit per row,
@@ -286,6 +289,9 @@ class Session:
         try:
             yield result
             while not decoding.finished:
+                if renewed is not None:
+                    batch = decoding.batch
+                    decoding.batch = batch._replace(given=renewed(batch.given))
                 yield self._advanced(decoding)
         finally:
             batch = decoding.batch

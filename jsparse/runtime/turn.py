@@ -2,8 +2,10 @@
 
 from collections.abc import Sequence
 from contextlib import closing
+from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int32
@@ -20,7 +22,13 @@ from jsparse.runtime.host_reader import (
     TokenStreamer,
 )
 from jsparse.runtime.request import Request, knobs
-from jsparse.runtime.sampling import ChooseFn, chooser, forced_then_greedy
+from jsparse.runtime.sampling import (
+    ChooseFn,
+    RowSampling,
+    chooser,
+    followed,
+    forced_then_greedy,
+)
 from jsparse.runtime.session import Session
 
 
@@ -36,8 +44,13 @@ def run(
     In a further turn, `start` is the number of tokens of each prompt that are already in the cache.
 
     Raises:
-        ValueError: the device's memory does not suffice.
+        ValueError: the device's memory does not suffice, or outputs with a structure would be
+            drafted.
     """
+    if session.deployment.drafts and any(request.constraint for request in requests):
+        raise ValueError(
+            "exact=True: must be False with structured_outputs here; jsparse.LLM takes both"
+        )
     keep_compilations()
     began, waits = clock(), waited()
     for request, streamer in zip(requests, streamers, strict=True):
@@ -88,9 +101,11 @@ def answers(
         OutputRow(OutputBuilder(request, 0, tokenizer, turn=turn), emit, len(turn))
         for request, emit, turn in zip(requests, streamers, turns, strict=True)
     ]
-    reader = Reader(rows, report, clock)
     choose, given = _choice(session, requests, questions)
-    steps = session.steps(choose, given, limits=_limits(requests, questions), knobs=knobs(requests))
+    reader = Reader(rows, report, clock, at_once=choose is followed)
+    renewed = partial(_allowed, rows) if choose is followed else None
+    limits, own = _limits(requests, questions), knobs(requests)
+    steps = session.steps(choose, given, limits=limits, knobs=own, renewed=renewed)
     # so that the session is idle even while an exception is being inspected
     with closing(steps):
         reader.read_all(steps)
@@ -104,6 +119,16 @@ def _choice(
     if questions is not None:
         return forced_then_greedy, _table(questions)
     return chooser(requests, session.deployment.params.config.vocab_size)
+
+
+def _allowed(rows: Sequence[OutputRow], given: RowSampling) -> RowSampling:
+    """Returns the carry with the tokens that may follow the outputs so far."""
+    allowed = np.array(given.allowed)
+    for nth, row in enumerate(rows):
+        place = row.builder.constraint
+        if place is not None and row.builder.finish is None:
+            allowed[nth] = place.allowed()
+    return given._replace(allowed=jax.device_put(allowed, given.allowed.sharding))
 
 
 def _limits(requests: Sequence[Request], questions: Sequence[Sequence[int]] | None) -> list[int]:

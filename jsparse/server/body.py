@@ -21,7 +21,6 @@ REFUSED = {
     "function_call": "functions are not supported",
     "functions": "functions are not supported",
     "modalities": "only text is generated",
-    "response_format": "structured output is not supported",
     "suffix": "text is continued, never filled in",
     "tool_choice": "only chats have tools",
     "tools": "only chats have tools",
@@ -111,6 +110,6 @@ def _place(loc: tuple[int | str, ...]) -> str:
     for part in loc:
         if isinstance(part, int):
             place += f"[{part}]"
-        elif part not in ("bool", "float"):  # these are branches of a union
+        elif part not in ("bool", "float", "tool", "word"):  # these are branches of a union
             place += f".{part}" if place else part
     return place

@@ -15,13 +15,15 @@ from starlette.responses import Response
 
 from jsparse.engine.outputs import RequestOutput
 from jsparse.runtime.collecting import CompletionOutput
+from jsparse.runtime.sampling_params import SamplingParams
+from jsparse.runtime.structured_outputs import StructuredOutputsParams
 from jsparse.server.errors import as_api_error, json_response
 from jsparse.server.prompt_stream import PromptStream, all_of, usage
 from jsparse.server.protocol import SAME, ChatRequest, CompletionRequest, TemplateFields
 from jsparse.server.service import Service
 from jsparse.server.sse import DONE, ClientGone, EventStream, event, merged, unless_gone
 from jsparse.text.reasoning import ReasoningSplitter
-from jsparse.text.tool_calls import BEGIN, ToolCall, ToolCallParser
+from jsparse.text.tool_calls import BEGIN, PARSERS, ToolCall, ToolCallParser, calls_only
 
 # the fields of requests, by their names in the engine's errors
 NAMES = {name: name for name in SAME} | {"max_tokens": "max_tokens"}
@@ -326,19 +328,43 @@ async def _chat(service: Service, request: ChatRequest) -> ResponseWriter:
         parser = service.tool_parser() if request.offered else None
         max_new_tokens = request.max_new_tokens or service.room(rows[0])
         options = request.sampling(max_new_tokens, service.temperature)
+        if parser is not None and request.demanded:
+            options = replace(options, structured_outputs=_calls_only(service, request, parser))
         splitters = None
         if service.options.splits_reasoning:
+            options = _after_reasoning(options)
             begun = request.messages[-1].content if request.continue_final_message else None
             splitters = service.texts.splitters(rows[0], begun, options.n)
         parsers = None
         if parser is not None:
-            parsers = [parser() for _ in range(options.n)]
+            parsers = [PARSERS[parser]() for _ in range(options.n)]
             if service.texts.skips(BEGIN):
                 options = replace(options, skip_special_tokens=False)
         streams = await service.ask("chatcmpl", rows, [options])
     except Exception as error:
         raise as_api_error(error, names) from error
     return Chats(service, request, streams, [], splitters=splitters, parsers=parsers)
+
+
+def _calls_only(service: Service, request: ChatRequest, parser: str) -> StructuredOutputsParams:
+    """Returns what an output consists of that must call tools."""
+    if request.structured_outputs or request.response_format:
+        raise ValueError("tool_choice: must be 'auto' or 'none' if the output has another format")
+    grammar = calls_only(
+        parser,
+        request.demanded,
+        several=request.tool_choice == "required" and request.parallel_tool_calls is not False,
+        special_tags=service.texts.skips(BEGIN),
+    )
+    return StructuredOutputsParams(grammar=grammar)
+
+
+def _after_reasoning(options: SamplingParams) -> SamplingParams:
+    """Returns options with which a model may think before a structured output."""
+    wanted = options.structured_outputs
+    if not isinstance(wanted, StructuredOutputsParams):
+        return options
+    return replace(options, structured_outputs=replace(wanted, after_reasoning=True))
 
 
 async def _response(writer: ResponseWriter, http: HttpRequest) -> Response:

@@ -67,10 +67,12 @@ class PromptStream:
         return await self._output(new=False)
 
     async def _output(self, *, new: bool) -> RequestOutput:
-        """Returns all output or the new part; ApiError: the model's logits were NaN."""
+        """Returns all output or the new part; ApiError: a completion could not be continued."""
         output = await self._serving.texts.output(self.state, new=new)
-        if any(completion.finish_reason == "error" for completion in output.outputs):
-            raise ApiError(500, NAN_LOGITS, code="nan_logits")
+        for completion in output.outputs:
+            if completion.error:
+                code = "nan_logits" if completion.error == NAN_LOGITS else "grammar"
+                raise ApiError(500, completion.error, code=code)
         return output
 
     async def close(self) -> None:

@@ -7,7 +7,14 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
+from pydantic import (
+    BeforeValidator,
+    Discriminator,
+    Field,
+    Tag,
+    WithJsonSchema,
+    model_validator,
+)
 
 from jsparse.models.chat_template import joined
 from jsparse.runtime.sampling_params import MAX_BIASES, SamplingParams
@@ -20,6 +27,7 @@ MAX_PROMPTS, MAX_STOPS, MAX_STOP_CHARS, MAX_STOP_IDS, MAX_KNOBS = 128, 16, 128, 
 MAX_MESSAGES, MAX_SALT_CHARS = 4096, 256
 MAX_VARIABLES, MAX_EFFORT_CHARS = 64, 64
 MAX_TOOLS, MAX_CALLS = 256, 256
+MAX_ALLOWED = 2**18
 # the fields of messages that templates get
 IN_TEMPLATES = {"role", "content", "reasoning_content", "tool_calls", "tool_call_id"}
 
@@ -69,19 +77,41 @@ Content = Annotated[
 ]
 
 
-def _choice(given: Any) -> Any:
-    """Checks the choice of a tool."""
-    if given not in ("auto", "none"):
-        raise ValueError("must be 'auto' or 'none': calls cannot be forced")
-    return given
-
-
 Stops = Annotated[
     list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]],
     Field(max_length=MAX_STOPS),
     BeforeValidator(lambda given: [given] if isinstance(given, str) else given),
     WithJsonSchema({"anyOf": [{"type": "string"}, _TEXTS]}),
 ]
+
+
+class JsonSchema(RequestBody):
+    """The schema of a response format."""
+
+    name: str = ""
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(RequestBody):
+    """OpenAI's way to ask for JSON."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _schema_with_its_type(self) -> "ResponseFormat":
+        if (self.json_schema is not None) != (self.type == "json_schema"):
+            raise ValueError("json_schema must be given if type is 'json_schema', and only then")
+        return self
+
+    @property
+    def structure(self) -> dict[str, Any] | None:
+        """The same as vLLM's structured_outputs."""
+        if self.json_schema is not None:
+            return {"json": self.json_schema.schema_}
+        return {"json_object": True} if self.type == "json_object" else None
 
 
 class StreamOptions(RequestBody):
@@ -112,6 +142,9 @@ class GenerationRequest(RequestBody):
     stop_token_ids: list[int] = Field(default_factory=list, max_length=MAX_STOP_IDS)
     ignore_eos: bool = False
     min_tokens: int = 0
+    allowed_token_ids: list[int] | None = Field(None, max_length=MAX_ALLOWED)
+    structured_outputs: Annotated[dict[str, Any], _at_most(MAX_KNOBS)] | None = None
+    response_format: ResponseFormat | None = None
     policy: Annotated[dict[str, bool | float], _at_most(MAX_KNOBS)] = Field(default_factory=dict)
     exact: bool | None = None
     cache_salt: str = Field("", max_length=MAX_SALT_CHARS)
@@ -151,7 +184,15 @@ class GenerationRequest(RequestBody):
         given: dict[str, Any] = {name: getattr(self, name) for name in SAME}
         if given["temperature"] is None:
             given["temperature"] = temperature
+        if self.response_format is not None and self.response_format.structure is not None:
+            given["structured_outputs"] = self.response_format.structure
         return SamplingParams(**given, max_tokens=max_tokens, logprobs=self.likely)
+
+    @model_validator(mode="after")
+    def _one_structure(self) -> "GenerationRequest":
+        if self.response_format is not None and self.structured_outputs is not None:
+            raise ValueError("structured_outputs: must not be given with response_format")
+        return self
 
     @property
     def with_usage(self) -> bool:
@@ -232,6 +273,25 @@ ChatMessages = Annotated[
 ]
 
 
+class FunctionName(RequestBody):
+    """The name of a function."""
+
+    name: str
+
+
+class NamedTool(RequestBody):
+    """The choice of one tool."""
+
+    type: Literal["function"] = "function"
+    function: FunctionName
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["auto", "none", "required"], Tag("word")] | Annotated[NamedTool, Tag("tool")],
+    Discriminator(lambda given: "tool" if isinstance(given, dict | NamedTool) else "word"),
+]
+
+
 class TemplateFields(RequestBody):
     """What a chat asks of the model's template, under vLLM's names."""
 
@@ -242,12 +302,29 @@ class TemplateFields(RequestBody):
     )
     reasoning_effort: Annotated[str, Field(max_length=MAX_EFFORT_CHARS)] | None = None
     tools: list[dict[str, Any]] | None = Field(None, max_length=MAX_TOOLS)
-    tool_choice: Annotated[Literal["auto", "none"], BeforeValidator(_choice)] = "auto"
+    tool_choice: ToolChoice = "auto"
 
     @property
     def offered(self) -> list[dict[str, Any]] | None:
         """The tools that the model may call."""
         return None if self.tool_choice == "none" else self.tools
+
+    @property
+    def demanded(self) -> list[dict[str, Any]]:
+        """The tools of which it must call some."""
+        tools = [tool for tool in self.tools or () if isinstance(tool.get("function"), dict)]
+        if isinstance(self.tool_choice, NamedTool):
+            name = self.tool_choice.function.name
+            return [tool for tool in tools if tool["function"].get("name") == name]
+        return tools if self.tool_choice == "required" else []
+
+    @model_validator(mode="after")
+    def _choice_is_offered(self) -> "TemplateFields":
+        if self.tool_choice not in ("auto", "none") and not self.demanded:
+            choice = self.tool_choice
+            shown = choice if isinstance(choice, str) else choice.function.name
+            raise ValueError(f"tool_choice={shown!r}: must be among tools")
+        return self
 
     def chat(self, messages: list[ChatMessage], defaults: Mapping[str, Any]) -> dict[str, Any]:
         """Returns messages as a prompt; `defaults` are variables of the template."""

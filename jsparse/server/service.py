@@ -22,7 +22,7 @@ from jsparse.server.prompt_stream import PromptStream, Serving, all_of
 from jsparse.server.text import Texts
 from jsparse.text import prompts
 from jsparse.text.prompts import tokenizer_of
-from jsparse.text.tool_calls import PARSERS, ToolCallParser, parser_of
+from jsparse.text.tool_calls import PARSERS, parser_of
 
 # the most seconds of one step on a GPU, compilation included; a CPU does not hang
 MAX_BUSY_SECONDS = 300.0
@@ -103,8 +103,8 @@ class Service(Front):
         tokenizer = self.ready.engine.params.tokenizer
         return tokenizer is not None and tokenizer.chat_template is not None
 
-    def tool_parser(self) -> type[ToolCallParser]:
-        """Returns the parser of tool calls; ValueError: the model's format is unknown."""
+    def tool_parser(self) -> str:
+        """Returns the name of the parser of tool calls; ValueError: their format is unknown."""
         tokenizer, name = self.ready.engine.params.tokenizer, self.options.tool_call_parser
         name = name or parser_of((tokenizer and tokenizer.chat_template) or "")
         if name is None:
@@ -112,7 +112,7 @@ class Service(Front):
                 "tools: the chat template does not show the format of the model's calls; start the "
                 f"server with --tool-call-parser {' or '.join(PARSERS)}"
             )
-        return PARSERS[name]
+        return name
 
     @property
     def max_body_bytes(self) -> int:

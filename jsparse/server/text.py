@@ -14,14 +14,12 @@ from jsparse.engine.outputs import RequestOutput
 from jsparse.engine.request_state import RequestState
 from jsparse.models.tokenizer import Tokenizer
 from jsparse.runtime.collecting import CompletionOutput
-from jsparse.text.reasoning import END, ReasoningSplitter, opens_reasoning
+from jsparse.text.reasoning import END, TAIL, ReasoningSplitter, opens_reasoning
 
 # a long prompt keeps a thread busy for a second; the tokenizer does not block other threads
 ENCODERS = 2
 # the most characters of texts that do not wait for longer ones
 SHORT = 2**14
-# the tokens at a prompt's end that hold <think> and the line breaks after it
-TAIL = 16
 
 
 class Texts:

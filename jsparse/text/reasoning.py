@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 BEGIN, END = "<think>", "</think>"
+TAIL = 16  # tokens at a prompt's end that hold <think> and the line breaks after it
 
 
 class Split(NamedTuple):

@@ -12,7 +12,7 @@ Llama 3 writes only calls, separated by semicolons, and names their arguments "p
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from json import JSONDecodeError, JSONDecoder
 from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
@@ -65,6 +65,51 @@ def parser_of(template: str) -> str | None:
         return None if "<function=" in template or "<arg_key>" in template else "hermes"
     llama = "tool_calls" in template and '"parameters": ' in template
     return "llama3_json" if llama else None
+
+
+def calls_only(
+    parser: str, tools: Sequence[Mapping[str, Any]], *, several: bool, special_tags: bool
+) -> str:
+    """Returns a grammar of outputs that are calls and nothing else.
+
+    Args:
+        parser: the model's format.
+        tools: the tools that may be called, in OpenAI's format.
+        several: whether there may be more than one call.
+        special_tags: whether the tags of "hermes" are special tokens.
+    """
+    name_arguments = "arguments" if parser == "hermes" else "parameters"
+    rules = [
+        f"call_{nth}: %json " + json.dumps(_schema(tool["function"], name_arguments))
+        for nth, tool in enumerate(tools)
+    ]
+    begin, end, between = "", "", '"; "'
+    if parser == "hermes":
+        tags = (BEGIN, END) if special_tags else (f'"{BEGIN}"', f'"{END}"')
+        begin, end, between = f'{tags[0]} "\\n" ', f' "\\n" {tags[1]}', '"\\n"'
+    more = f" ({between} call)*" if several else ""
+    any_call = " | ".join(f"call_{nth}" for nth in range(len(tools)))
+    return "\n".join([f"start: call{more}", f"call: {begin}({any_call}){end}", *rules])
+
+
+def _schema(function: Mapping[str, Any], name_arguments: str) -> dict[str, Any]:
+    """Returns the JSON schema of the calls of a function."""
+    return {
+        "type": "object",
+        "properties": {
+            "name": {"const": function["name"]},
+            name_arguments: function.get("parameters") or {"type": "object"},
+        },
+        "required": ["name", name_arguments],
+        "additionalProperties": False,
+        # as models write calls; keywords that cannot be followed are ignored unless strict
+        "x-guidance": {
+            "whitespace_flexible": False,
+            "item_separator": ", ",
+            "key_separator": ": ",
+            "lenient": not function.get("strict"),
+        },
+    }
 
 
 class ToolCallParser(ABC):

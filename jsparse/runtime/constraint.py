@@ -1,0 +1,219 @@
+"""Follows an output through a grammar, and tells which tokens may come next.
+
+The library llguidance parses it.
+"""
+
+import json
+import threading
+from collections.abc import Callable, Sequence
+from copy import copy
+from functools import lru_cache, partial
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import numpy as np
+from jaxtyping import UInt32
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+from llguidance.gbnf_to_lark import any_to_lark
+
+from jsparse.models.tokenizer import Tokenizer
+from jsparse.runtime.sampling import bits
+from jsparse.runtime.structured_outputs import StructuredOutputsParams
+from jsparse.text.reasoning import BEGIN, END, TAIL, opens_reasoning
+
+MAX_MESSAGE = 500  # characters of the library's errors, which can quote the whole grammar
+KEPT = 16  # compiled grammars
+# between the parts of JSON; with more, some models write nothing else to the end
+SPACES = r" ?|\n[ \t]{0,64}"
+_by_vocabulary: WeakKeyDictionary[Tokenizer, dict[int, Callable[[str], LLMatcher]]]
+_by_vocabulary = WeakKeyDictionary()
+_making = threading.Lock()
+
+
+class Constraint:
+    """The place of one output in its grammar."""
+
+    def __init__(
+        self,
+        matcher: LLMatcher,
+        own_ends: np.ndarray,
+        ends: np.ndarray,
+        reasoning: "Reasoning | None" = None,
+    ) -> None:
+        """Starts an output; `constraint` compiles the grammar.
+
+        Args:
+            matcher: the library's parser, at the beginning.
+            own_ends: the bits of the tokens that the parser takes for the end.
+            ends: the bits of the tokens that end the output.
+            reasoning: the free text before it; None: there is none.
+        """
+        self._matcher, self._own_ends, self._ends = matcher, own_ends, ends
+        self._reasoning = reasoning
+
+    def copy(self) -> "Constraint":
+        """Returns the place of another output that has begun alike."""
+        matcher = self._matcher.deep_copy()
+        return Constraint(matcher, self._own_ends, self._ends, copy(self._reasoning))
+
+    def allowed(self) -> UInt32[np.ndarray, "words"]:
+        """Returns a bit for each token, the lowest of the first word for id 0: may it come next?
+
+        Tokens that end the output may come where it is complete.
+        """
+        if self._reasoning is not None and self._reasoning.inside:
+            return ~self._ends
+        words = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)[: self._ends.size]
+        words = words & ~self._own_ends
+        if self._matcher.is_accepting():
+            words |= self._ends
+        if self._reasoning is not None:
+            words |= self._reasoning.opening
+        return words
+
+    def take(self, ids: Sequence[int]) -> None:
+        """Appends tokens to the output."""
+        for token in ids:
+            if self._reasoning is None or not self._reasoning.take(token):
+                self._matcher.consume_token(token)
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing may follow."""
+        return self._matcher.is_stopped()
+
+    @property
+    def error(self) -> str | None:
+        """Why the output cannot be continued, such as a limit of the parser's, or None."""
+        return _shortened(self._matcher.get_error()) if self._matcher.is_error() else None
+
+
+class Reasoning:
+    """The free text from <think> to </think> at the beginning of an output.
+
+    Attributes:
+        inside: whether the output is in it.
+        opening: the bits of the tokens that may open it now.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, *, opened: bool) -> None:
+        """Starts an output; `opened` is whether the prompt left <think> open.
+
+        Otherwise only the token of <think> opens it, if there is one.
+        """
+        begin = tokenizer.encode(BEGIN, add_special_tokens=False)
+        self.inside, self._bytes, self._newest = opened, tokenizer.token_bytes(), b""
+        self._begin = begin[0] if len(begin) == 1 and not opened else None
+        self.opening = bits([] if self._begin is None else begin, vocab_size)
+
+    def take(self, token: int) -> bool:
+        """Appends a token to the output; returns whether it belongs to the reasoning."""
+        begins, self._begin = token == self._begin, None
+        self.opening = np.zeros_like(self.opening)
+        if self.inside:
+            self._newest = self._newest[-len(END) :] + self._bytes[token]
+            self.inside = END.encode() not in self._newest
+            return True
+        self.inside = begins
+        return begins
+
+
+def constraint(
+    tokenizer: Tokenizer,
+    wanted: StructuredOutputsParams,
+    ends: frozenset[int],
+    vocab_size: int,
+    prompt: np.ndarray,
+) -> Constraint:
+    """Compiles a grammar.
+
+    Args:
+        tokenizer: the model's.
+        wanted: what the output must consist of.
+        ends: the tokens that end the output.
+        vocab_size: the number of the model's logits.
+        prompt: the ids before the output, whose last ones may open reasoning.
+
+    Raises:
+        ValueError: the grammar is malformed or too complex, or the bytes of tokens are unknown.
+    """
+    matcher = _matchers(tokenizer, vocab_size)(_grammar(wanted))
+    if matcher.is_error():
+        raise ValueError(f"structured_outputs.{wanted.format}: {_shortened(matcher.get_error())}")
+    own_ends, of_request = (
+        bits([token for token in some if token < vocab_size], vocab_size)
+        for some in (tokenizer.eos_token_ids, ends)
+    )
+    reasoning = None
+    if wanted.after_reasoning:
+        tail = tokenizer.decode(prompt[-TAIL:], skip_special_tokens=False)
+        reasoning = Reasoning(tokenizer, vocab_size, opened=opens_reasoning(tail))
+    return Constraint(matcher.deep_copy(), own_ends, of_request, reasoning)
+
+
+def _grammar(wanted: StructuredOutputsParams) -> str:
+    """Returns a grammar in the library's own format.
+
+    Raises:
+        ValueError: it is not JSON, or malformed GBNF.
+    """
+    text = wanted.text
+    match wanted.format:
+        case "regex":
+            return LLMatcher.grammar_from_regex(text)
+        case "choice":
+            choices = (json.dumps(each, ensure_ascii=False) for each in wanted.choice or ())
+            return LLMatcher.grammar_from_lark("start: " + " | ".join(choices))
+        case "grammar":
+            try:
+                return LLMatcher.grammar_from_lark(any_to_lark(text))
+            except Exception as error:  # the library names no class of errors
+                raise ValueError(f"structured_outputs.grammar: {_shortened(f'{error}')}") from None
+    spaces: Any = {"whitespace_flexible": False}
+    if not wanted.disable_any_whitespace:
+        spaces = {"whitespace_pattern": SPACES}
+    try:
+        return LLMatcher.grammar_from_json_schema(text, overrides=spaces)
+    except ValueError as error:
+        raise ValueError(f"structured_outputs.json: {_shortened(f'{error}')}") from None
+
+
+def _matchers(tokenizer: Tokenizer, vocab_size: int) -> Callable[[str], LLMatcher]:
+    """Returns a function that compiles grammars for a model's tokens, and keeps the newest few.
+
+    The library's table of the tokens takes up to a second to make, so it is made once.
+    """
+    with _making:
+        made = _by_vocabulary.setdefault(tokenizer, {})
+        if vocab_size not in made:
+            if not tokenizer.eos_token_ids:
+                raise ValueError("structured_outputs: needs a tokenizer with an end token")
+            table = LLTokenizer(
+                TokenizerWrapper(_Tokens(tokenizer, vocab_size)),
+                n_vocab=vocab_size,
+                eos_token=[token for token in tokenizer.eos_token_ids if token < vocab_size],
+            )
+            made[vocab_size] = lru_cache(KEPT)(partial(LLMatcher, table, log_level=0))
+        return made[vocab_size]
+
+
+class _Tokens:
+    """A tokenizer as the library wants it."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+        self.eos_token_id = tokenizer.eos_token_ids[0]
+        self.bos_token_id = tokenizer.bos_token_id
+        self.tokens = tokenizer.token_bytes()[:vocab_size]
+        self.special_token_ids = [
+            token for token in tokenizer.control_token_ids() if token < vocab_size
+        ]
+        self._tokenizer = ref(tokenizer)
+
+    def __call__(self, text: bytes) -> list[int]:
+        """Returns the ids of a text, which may be cut off within a character."""
+        tokenizer = self._tokenizer()
+        return tokenizer.encode(text.decode(), add_special_tokens=False) if tokenizer else []
+
+
+def _shortened(message: str) -> str:
+    return message if len(message) <= MAX_MESSAGE else message[:MAX_MESSAGE] + "…"

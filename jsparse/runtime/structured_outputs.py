@@ -1,0 +1,116 @@
+"""StructuredOutputsParams, what an output must consist of, and checks of its values."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+# bounds on the time and memory that one request's grammar takes
+MAX_CHARS, MAX_CHOICES = 2**18, 10_000
+FORMATS = ("json", "regex", "choice", "grammar", "json_object")
+
+
+@dataclass(frozen=True)
+class StructuredOutputsParams:
+    """What an output must consist of, with the names that vLLM uses. Exactly one format is given.
+
+    Attributes:
+        json: a JSON schema, as a mapping or as text.
+        regex: a regular expression in the syntax of Rust's crate regex.
+        choice: the possible outputs.
+        grammar: a context-free grammar, in llguidance's variant of Lark or in llama.cpp's GBNF.
+        json_object: True: any JSON object.
+        disable_any_whitespace: whether JSON has no spaces and line breaks outside of strings.
+            Otherwise it may have a space, or a line break and its indentation, between its parts.
+        after_reasoning: whether the model may think first: text from <think>, which it or the
+            prompt writes, to </think> is free.
+
+    Raises:
+        ValueError: no format or several are given, or a value is malformed or too long.
+    """
+
+    json: str | Mapping[str, Any] | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool = False
+    after_reasoning: bool = False
+
+    def __post_init__(self) -> None:
+        """Checks the format and its size."""
+        given = [name for name in FORMATS if getattr(self, name) not in (None, False)]
+        if len(given) != 1:
+            raise ValueError(
+                f"structured_outputs has {' and '.join(given) or 'no format'}: must have one of "
+                f"{', '.join(FORMATS)}"
+            )
+        name = given[0]
+        value: Any = getattr(self, name)
+        for flag in ("disable_any_whitespace", "after_reasoning"):
+            if not isinstance(getattr(self, flag), bool):
+                raise _wrong(flag, getattr(self, flag), "true or false")
+        if name == "choice":
+            object.__setattr__(self, name, _choices(value))
+        elif name == "json_object":
+            if value is not True:
+                raise _wrong(name, value, "true")
+        elif not isinstance(value, str | Mapping if name == "json" else str):
+            rule = "a JSON schema, as an object or as text" if name == "json" else "a string"
+            raise _wrong(name, value, rule)
+        if len(self.text) > MAX_CHARS:
+            raise ValueError(
+                f"structured_outputs.{name} has {len(self.text):,} characters: must have at most "
+                f"{MAX_CHARS:,}"
+            )
+
+    @property
+    def format(self) -> str:
+        """The name of the format that is given."""
+        return next(name for name in FORMATS if getattr(self, name) not in (None, False))
+
+    @property
+    def text(self) -> str:
+        """The value of the format as text; choices as a JSON list, objects as a schema."""
+        value = getattr(self, self.format)
+        if self.format == "json_object":
+            return '{"type": "object"}'
+        if isinstance(value, str):
+            return value
+        try:
+            return json.dumps(value, ensure_ascii=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ValueError(f"structured_outputs.{self.format}: must be JSON ({error})") from None
+
+
+def structured_outputs(given: Any) -> StructuredOutputsParams | None:
+    """Returns what an option says, which may be a mapping with the names of the fields.
+
+    Raises:
+        ValueError: it is malformed.
+    """
+    if given is None or isinstance(given, StructuredOutputsParams):
+        return given
+    if not isinstance(given, Mapping):
+        raise ValueError(f"structured_outputs={given!r}: must be StructuredOutputsParams")
+    known = [each.name for each in fields(StructuredOutputsParams)]
+    for name in given:
+        if name not in known:
+            raise ValueError(f"structured_outputs.{name}: must be among {', '.join(known)}")
+    return StructuredOutputsParams(**given)
+
+
+def _choices(given: Any) -> tuple[str, ...]:
+    listed = isinstance(given, Sequence) and not isinstance(given, str)
+    if (
+        not listed
+        or not 0 < len(given) <= MAX_CHOICES
+        or not all(isinstance(each, str) and each for each in given)
+    ):
+        rule = f"a list of 1 to {MAX_CHOICES:,} strings of at least one character"
+        raise _wrong("choice", given, rule)
+    return tuple(given)
+
+
+def _wrong(name: str, value: Any, rule: str) -> ValueError:
+    return ValueError(f"structured_outputs.{name}={value!r}: must be {rule}")
