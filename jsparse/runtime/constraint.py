@@ -63,8 +63,9 @@ class Constraint:
         """
         if self._reasoning is not None and self._reasoning.inside:
             return ~self._ends
-        words = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)[: self._ends.size]
-        words = words & ~self._own_ends
+        # the library knows only the tokenizer's tokens; a model may have more logits
+        found = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)[: self._ends.size]
+        words = np.pad(found, (0, self._ends.size - found.size)) & ~self._own_ends
         if self._matcher.is_accepting():
             words |= self._ends
         if self._reasoning is not None:
@@ -186,12 +187,13 @@ def _matchers(tokenizer: Tokenizer, vocab_size: int) -> Callable[[str], LLMatche
     with _making:
         made = _by_vocabulary.setdefault(tokenizer, {})
         if vocab_size not in made:
-            if not tokenizer.eos_token_ids:
+            ends = [token for token in tokenizer.eos_token_ids if token < vocab_size]
+            if not ends:
                 raise ValueError("structured_outputs: needs a tokenizer with an end token")
             table = LLTokenizer(
                 TokenizerWrapper(_Tokens(tokenizer, vocab_size)),
                 n_vocab=vocab_size,
-                eos_token=[token for token in tokenizer.eos_token_ids if token < vocab_size],
+                eos_token=ends,
             )
             made[vocab_size] = lru_cache(KEPT)(partial(LLMatcher, table, log_level=0))
         return made[vocab_size]

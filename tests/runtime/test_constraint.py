@@ -167,8 +167,15 @@ def test_only_ends_of_the_request_end_it():
         assert not set(allowed(place)) & {end, stop}
         place.take(TOKENIZER.encode("a"))
         assert sorted(set(allowed(place)) & {end, stop}) == expected
-    # the vocabulary's padding is never allowed
-    assert max(allowed(begun(regex="(?s:.*)"))) < len(BYTES)
+
+
+@pytest.mark.parametrize("vocab_size", [len(BYTES), VOCAB, 1000])
+def test_models_may_have_more_logits_than_tokens(vocab_size):
+    wanted = StructuredOutputsParams(regex="(?s:.*)")
+    place = constraint(TOKENIZER, wanted, ENDS, vocab_size, NO_PROMPT)
+    assert place.allowed().shape == (-(-vocab_size // 32),)
+    ids = allowed(place)
+    assert TOKENIZER.encode("a")[0] in ids and max(ids) < len(BYTES)
 
 
 def test_copies_are_independent():
