@@ -1,6 +1,6 @@
 """How much slower does the engine decode rows that follow a JSON schema?
 
-Llama 3.1 8B's shape, random bf16 weights, random prompts of 2,048 tokens, 64 rows, dense attention.
+Llama 3.1 8B's shape, random bf16 weights, random prompts of 512 tokens, 64 rows, dense attention.
 Milliseconds per token of all rows while all decode, of programs of up to 8 steps:
 
     greedy      rows without options
@@ -26,7 +26,7 @@ from bench.lib.arguments import report_parser
 from bench.lib.environment import describe
 from bench.lib.subprocesses import spread, write_report
 
-ROWS, PROMPT, NEW, RUNS = 64, 2048, 320, 3
+ROWS, PROMPT, NEW, RUNS = 64, 512, 320, 3
 SETTLED = 32  # tokens before the timing
 SCHEMA = {
     "type": "array",

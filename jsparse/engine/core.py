@@ -287,8 +287,9 @@ class Engine:
         dispatched = self._clock()
         updates: dict[int, RequestState] = {}
         lag = 0
-        if not plan.empty and self._in_flight and not self.scheduler.stepwise:
-            lag = max(LAG, self._in_flight[-1].steps)
+        if not plan.empty and self._in_flight:
+            # while one program runs, the results of the one before it are handled
+            lag = 1 if self.scheduler.stepwise else max(LAG, self._in_flight[-1].steps)
         first = True
         while self._in_flight and (
             (ready := self._in_flight[0].ready)

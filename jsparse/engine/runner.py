@@ -29,6 +29,7 @@ from jsparse.engine.tail_programs import leave, refill
 from jsparse.host_memory import pages as host_pages
 from jsparse.host_memory.pages import HostLayers, Leaving, device_sharding, host_sharding
 from jsparse.runtime.collecting import NewTokens, OutputBuilder
+from jsparse.runtime.constraint import allowed
 from jsparse.runtime.prefill import settle
 from jsparse.runtime.program_set import ProgramKey
 from jsparse.runtime.request import Request, knob_rows
@@ -282,12 +283,12 @@ class Runner:
     def _constrain(self, rows: list[RowPlan]) -> None:
         """Sets the tokens that rows with a grammar may choose next."""
         found = ((row.slot, self._output_of(row.seq).constraint) for row in rows)
-        limited = [(slot, place.allowed()) for slot, place in found if place is not None]
+        limited = [(slot, place) for slot, place in found if place is not None]
         size = rows_at_once(self._spec.sizes)
         for part in itertools.batched(limited, size):
             (inputs,) = constrain.placeholders(self._spec, (size,))
-            for nth, (slot, allowed) in enumerate(part):
-                inputs.slots[nth], inputs.allowed[nth] = slot, allowed
+            slots, places = zip(*part, strict=True)
+            inputs.slots[: len(part)], inputs.allowed[: len(part)] = slots, allowed(places)
             self._slots = self._programs.run(constrain.key(size), self._slots, inputs)
 
     def _request_of(self, seq: int) -> Request:

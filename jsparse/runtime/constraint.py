@@ -7,13 +7,13 @@ import json
 import threading
 from collections.abc import Callable, Sequence
 from copy import copy
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import numpy as np
 from jaxtyping import UInt32
-from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+from llguidance import LLExecutor, LLMatcher, LLTokenizer, TokenizerWrapper
 from llguidance.gbnf_to_lark import any_to_lark
 
 from jsparse.models.tokenizer import Tokenizer
@@ -25,68 +25,94 @@ MAX_MESSAGE = 500  # characters of the library's errors, which can quote the who
 KEPT = 16  # compiled grammars
 # between the parts of JSON; with more, some models write nothing else to the end
 SPACES = r" ?|\n[ \t]{0,64}"
-_by_vocabulary: WeakKeyDictionary[Tokenizer, dict[int, Callable[[str], LLMatcher]]]
-_by_vocabulary = WeakKeyDictionary()
+# the library's table of tokens, and a function that compiles grammars and keeps the newest few
+Compiler = tuple[LLTokenizer, Callable[[str], LLMatcher]]
+_by_vocabulary: WeakKeyDictionary[Tokenizer, dict[int, Compiler]] = WeakKeyDictionary()
 _making = threading.Lock()
 
 
 class Constraint:
-    """The place of one output in its grammar."""
+    """The place of one output in its grammar.
+
+    Attributes:
+        matcher: the library's parser.
+        table_words: the words of the bits that it finds.
+        own_ends: the bits of the tokens that it takes for the end.
+        ends: the bits of the tokens that end the output.
+        reasoning: the free text before the output; None: there is none.
+    """
 
     def __init__(
         self,
         matcher: LLMatcher,
+        table_words: int,
         own_ends: np.ndarray,
         ends: np.ndarray,
         reasoning: "Reasoning | None" = None,
     ) -> None:
-        """Starts an output; `constraint` compiles the grammar.
-
-        Args:
-            matcher: the library's parser, at the beginning.
-            own_ends: the bits of the tokens that the parser takes for the end.
-            ends: the bits of the tokens that end the output.
-            reasoning: the free text before it; None: there is none.
-        """
-        self._matcher, self._own_ends, self._ends = matcher, own_ends, ends
-        self._reasoning = reasoning
+        """Starts an output; `constraint` compiles the grammar."""
+        self.matcher, self.table_words, self.own_ends = matcher, table_words, own_ends
+        self.ends, self.reasoning = ends, reasoning
 
     def copy(self) -> "Constraint":
         """Returns the place of another output that has begun alike."""
-        matcher = self._matcher.deep_copy()
-        return Constraint(matcher, self._own_ends, self._ends, copy(self._reasoning))
+        others = self.table_words, self.own_ends, self.ends
+        return Constraint(self.matcher.deep_copy(), *others, copy(self.reasoning))
+
+    @property
+    def reasons(self) -> bool:
+        """Whether the output is in its reasoning."""
+        return self.reasoning is not None and self.reasoning.inside
 
     def allowed(self) -> UInt32[np.ndarray, "words"]:
-        """Returns a bit for each token, the lowest of the first word for id 0: may it come next?
-
-        Tokens that end the output may come where it is complete.
-        """
-        if self._reasoning is not None and self._reasoning.inside:
-            return ~self._ends
-        # the library knows only the tokenizer's tokens; a model may have more logits
-        found = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)[: self._ends.size]
-        words = np.pad(found, (0, self._ends.size - found.size)) & ~self._own_ends
-        if self._matcher.is_accepting():
-            words |= self._ends
-        if self._reasoning is not None:
-            words |= self._reasoning.opening
-        return words
+        """Returns the bits of the tokens that may come next: see `allowed`."""
+        return allowed([self])[0]
 
     def take(self, ids: Sequence[int]) -> None:
         """Appends tokens to the output."""
         for token in ids:
-            if self._reasoning is None or not self._reasoning.take(token):
-                self._matcher.consume_token(token)
+            if self.reasoning is None or not self.reasoning.take(token):
+                self.matcher.consume_token(token)
 
     @property
     def complete(self) -> bool:
         """Whether nothing may follow."""
-        return self._matcher.is_stopped()
+        return self.matcher.is_stopped()
 
     @property
     def error(self) -> str | None:
         """Why the output cannot be continued, such as a limit of the parser's, or None."""
-        return _shortened(self._matcher.get_error()) if self._matcher.is_error() else None
+        return _shortened(self.matcher.get_error()) if self.matcher.is_error() else None
+
+
+def allowed(places: Sequence[Constraint]) -> UInt32[np.ndarray, "n words"]:
+    """Returns a bit for each token, the lowest of the first word for id 0: may it come next?
+
+    Tokens that end the output may come where it is complete. All outputs are of the same model.
+    """
+    # the library knows only the tokenizer's tokens; a model may have more logits
+    found = np.zeros((len(places), places[0].table_words), np.uint32)
+    parsed = [(place.matcher, nth) for nth, place in enumerate(places) if not place.reasons]
+    if parsed:
+        _executor().unsafe_compute_mask_ptr(
+            parsed, found.ctypes.data, found.strides[0], len(places)
+        )
+    words = np.zeros((len(places), places[0].ends.size), np.uint32)
+    common = min(found.shape[1], words.shape[1])
+    words[:, :common] = found[:, :common]
+    for own, place in zip(words, places, strict=True):
+        if place.reasons:
+            np.invert(place.ends, out=own)
+            continue
+        own &= ~place.own_ends
+        if place.matcher.is_accepting():
+            own |= place.ends
+        if place.reasoning is not None:
+            own |= place.reasoning.opening
+    return words
+
+
+_executor = cache(LLExecutor)  # its threads
 
 
 class Reasoning:
@@ -138,7 +164,8 @@ def constraint(
     Raises:
         ValueError: the grammar is malformed or too complex, or the bytes of tokens are unknown.
     """
-    matcher = _matchers(tokenizer, vocab_size)(_grammar(wanted))
+    table, compiled = _compiler(tokenizer, vocab_size)
+    matcher = compiled(_grammar(wanted))
     if matcher.is_error():
         raise ValueError(f"structured_outputs.{wanted.format}: {_shortened(matcher.get_error())}")
     own_ends, of_request = (
@@ -149,7 +176,8 @@ def constraint(
     if wanted.after_reasoning:
         tail = tokenizer.decode(prompt[-TAIL:], skip_special_tokens=False)
         reasoning = Reasoning(tokenizer, vocab_size, opened=opens_reasoning(tail))
-    return Constraint(matcher.deep_copy(), own_ends, of_request, reasoning)
+    words = -(-table.vocab_size // 32)
+    return Constraint(matcher.deep_copy(), words, own_ends, of_request, reasoning)
 
 
 def _grammar(wanted: StructuredOutputsParams) -> str:
@@ -179,11 +207,8 @@ def _grammar(wanted: StructuredOutputsParams) -> str:
         raise ValueError(f"structured_outputs.json: {_shortened(f'{error}')}") from None
 
 
-def _matchers(tokenizer: Tokenizer, vocab_size: int) -> Callable[[str], LLMatcher]:
-    """Returns a function that compiles grammars for a model's tokens, and keeps the newest few.
-
-    The library's table of the tokens takes up to a second to make, so it is made once.
-    """
+def _compiler(tokenizer: Tokenizer, vocab_size: int) -> Compiler:
+    """Returns the table of a model's tokens, which takes up to a second to make, and a compiler."""
     with _making:
         made = _by_vocabulary.setdefault(tokenizer, {})
         if vocab_size not in made:
@@ -195,7 +220,8 @@ def _matchers(tokenizer: Tokenizer, vocab_size: int) -> Callable[[str], LLMatche
                 n_vocab=vocab_size,
                 eos_token=ends,
             )
-            made[vocab_size] = lru_cache(KEPT)(partial(LLMatcher, table, log_level=0))
+            compiled = lru_cache(KEPT)(partial(LLMatcher, table, log_level=0))
+            made[vocab_size] = table, compiled
         return made[vocab_size]
 
 

@@ -123,12 +123,11 @@ def _choice(
 
 def _allowed(rows: Sequence[OutputRow], given: RowSampling) -> RowSampling:
     """Returns the carry with the tokens that may follow the outputs so far."""
-    allowed = np.array(given.allowed)
-    for nth, row in enumerate(rows):
-        place = row.builder.constraint
+    words, places = np.array(given.allowed), [row.builder.constraint for row in rows]
+    for nth, (row, place) in enumerate(zip(rows, places, strict=True)):
         if place is not None and row.builder.finish is None:
-            allowed[nth] = place.allowed()
-    return given._replace(allowed=jax.device_put(allowed, given.allowed.sharding))
+            words[nth] = place.allowed()
+    return given._replace(allowed=jax.device_put(words, given.allowed.sharding))
 
 
 def _limits(requests: Sequence[Request], questions: Sequence[Sequence[int]] | None) -> list[int]:
