@@ -86,6 +86,7 @@ def test_command_prints_its_measurements(tmp_path, monkeypatch):
         return Engine(*model[:-1], replace(model[-1], prepare=False))
 
     monkeypatch.setattr(core, "Engine", unprepared)
+    monkeypatch.setattr(Engine, "prepare", lambda engine, choices: None)
     jsparse.save(tiny_params(num_layers=1), tmp_path / "model")
     given = ["bench", "throughput", f"{tmp_path}/model", "--num-prompts", "3", "--json"]
     given += ["--input-len", "4:8", "--output-len", "3", "--max-num-seqs", "2"]

@@ -11,6 +11,7 @@ from jsparse.cli import evaluate
 from jsparse.cli.app import app
 from jsparse.evaluation import evaluators
 from jsparse.evaluation.plan import Part, Progress
+from tests.support.marks import slow_except
 
 TINY = Path(__file__).parents[1] / "fixtures" / "hf" / "llama3" / "model.gguf"
 SINK = "streaming(sink=1, recent=1)"
@@ -88,13 +89,15 @@ def test_only_report_needs_matplotlib(common, tmp_path, monkeypatch):
     assert isinstance(run(*common, "--tasks", "kl").exception, ZeroDivisionError)
 
 
-@pytest.fixture(scope="module")
-def by_step(common, tmp_path_factory):
+@pytest.fixture(scope="module", params=slow_except(["empty page", "page"], "empty page"))
+def by_step(common, tmp_path_factory, request):
     """The result of an evaluation of many steps, its file and its page."""
     folder = tmp_path_factory.mktemp("by_step")
     out, page = folder / "out.json", folder / "report.html"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(evaluators, "STEP_BLOCK", 3)
+        if request.param == "empty page":  # test_plots.py draws plots
+            patch.setattr(evaluate, "write_page", lambda report, file: file.touch())
         patch.setattr(evaluate, "show", lambda report: print(out.exists(), page.exists()))
         done = run(*common, "--tasks", "kl,ppl", "--json", out, "--report", page)
     return done, out, page

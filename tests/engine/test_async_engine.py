@@ -258,6 +258,7 @@ def experienced():
     engine.close()
 
 
+@pytest.mark.slow
 def test_many_requests(experienced):
     """200 requests of random lengths and options, a fifth aborted at random, a twentieth bad.
 

@@ -93,6 +93,7 @@ def test_request_in_a_mixed_batch_matches_the_request_alone(llm, crowd):
         assert alone.outputs[0].top_logprobs == out.outputs[0].top_logprobs
 
 
+@pytest.mark.slow
 def test_top_logprobs_are_those_of_the_model(dense):
     (out,) = dense.generate([PROMPTS[0]], greedy(5, logprobs=20))
     (seq,) = out.outputs

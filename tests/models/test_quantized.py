@@ -153,12 +153,24 @@ def wide_in_blocks() -> Params:
     return replace(wide(), weights=in_blocks(wide().weights))
 
 
+def dequantised() -> Params:
+    return replace(wide(), weights=numbers_of(wide_in_blocks().weights))
+
+
+def test_logits_match_those_of_the_dequantised_model():
+    ours, theirs, exact = (
+        jsparse.logits(params, [[3, 1, 4]]) for params in (wide_in_blocks(), dequantised(), wide())
+    )
+    np.testing.assert_allclose(ours, theirs, atol=1e-5)
+    assert np.abs(theirs - exact).max() > 1e-3
+
+
+@pytest.mark.slow
 def test_outputs_match_those_of_the_dequantised_model():
-    numbers = replace(wide(), weights=numbers_of(wide_in_blocks().weights))
     options = {"max_new_tokens": 9, "eos_token_id": (), "policy": "quest(budget=16)"}
     ours, theirs = (
         [out.token_ids for out in jsparse.generate(params, random_prompts((9, 41)), **options)]
-        for params in (wide_in_blocks(), numbers)
+        for params in (wide_in_blocks(), dequantised())
     )
     assert ours == theirs
 

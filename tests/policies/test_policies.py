@@ -57,7 +57,8 @@ def test_evicting_methods_are_registered_as_evicting():
     )
 
 
-@pytest.mark.parametrize("expression", MECHANISMS)
+# test_eviction.py and tests/engine run the evicting one
+@pytest.mark.parametrize("expression", slow_except(MECHANISMS, *MECHANISMS[:-1]))
 def test_mechanisms_keep_the_contract(expression):
     found = check(parse(expression), rules=FEW)
     assert not [finding for finding in found.findings if finding.kept is False]
@@ -78,9 +79,8 @@ def test_all_keep_the_contract(policy):
         assert (found.leaves_out is False) == whole
 
 
-@pytest.mark.parametrize(
-    "expression", slow_except([x for x in METHODS if parse(x).evicts], MECHANISMS[-1])
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("expression", [x for x in METHODS if parse(x).evicts])
 def test_evictors_at_full_budgets_equal_dense(expression):
     """The command does not check it, because drops may depend on more than a budget."""
     assert_close(decoded(at_dense(expression), PROMPTS), decoded("dense", PROMPTS), rtol=2e-5)

@@ -27,7 +27,7 @@ def best_seconds(agreement, each, most):
     return min((1 + each * number) / tokens_of(agreement, number) for number in range(most + 1))
 
 
-def decode(agreement, each, *, most=4, tokens=2000, rows=1, seed=0, slow=5.0):
+def decode(agreement, each, *, most=4, tokens=1000, rows=1, seed=0, slow=5.0):
     """Returns the seconds per token of a simulated run; its first round is measured as slow."""
     random, length, late = Random(seed), DraftLength(adapts=True), deque()
     made = took = 0
