@@ -1,10 +1,10 @@
 """TABLE lists every registered method at several hyper-parameters, for the battery.
 
 A new method only adds its expressions here. The default run takes those of MECHANISMS, but for the
-one that evicts, through the battery, the slow tests all of TABLE. METHODS run through the tests that need separate programs: the
-first expression of each method, and those of FURTHER, whose behaviour no other has. Budgets are
-small against prompts of 9 to 37 tokens and pages of 8, so that each expression leaves out some
-tokens; and their periods against 12 steps.
+one that evicts, through the battery, the slow tests all of TABLE. METHODS run through the tests
+that need separate programs: the first expression of each method, and those of FURTHER, whose
+behaviour no other has. Budgets are small against prompts of 9 to 37 tokens and pages of 8, so that
+each expression leaves out some tokens; and their periods against 12 steps.
 """
 
 import ast
