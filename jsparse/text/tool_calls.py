@@ -93,12 +93,18 @@ def calls_only(
 
 
 def _schema(function: Mapping[str, Any], name_arguments: str) -> dict[str, Any]:
-    """Returns the JSON schema of the calls of a function."""
+    """Returns the JSON schema of the calls of a function.
+
+    Arguments beside the listed ones are allowed only if the schema of the parameters says so.
+    """
+    parameters = function.get("parameters") or {"type": "object"}
+    if "properties" in parameters:
+        parameters = {"additionalProperties": False, **parameters}
     return {
         "type": "object",
         "properties": {
             "name": {"const": function["name"]},
-            name_arguments: function.get("parameters") or {"type": "object"},
+            name_arguments: parameters,
         },
         "required": ["name", name_arguments],
         "additionalProperties": False,
