@@ -9,7 +9,7 @@ has their order.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,9 @@ from jsparse.runtime.request import Request
 from jsparse.runtime.sampling_params import MAX_BIASES, MAX_END_IDS
 from jsparse.selection.threshold import top_k_mask
 from jsparse.shapes import Rows
+
+if TYPE_CHECKING:
+    from jsparse.runtime.constraint import Constraint
 
 NextTokens = tuple[Rows, Float32[Array, "B"], Any]
 # one number for all rows, or one per row if rows started at different times
@@ -114,8 +117,7 @@ def row_sampling(requests: Sequence[Request], vocab_size: int) -> RowSampling:
     bias_ids = np.full((rows, MAX_BIASES), vocab_size, np.int32)
     bias_values = np.zeros((rows, MAX_BIASES), np.float32)
     ends = np.full((rows, MAX_END_IDS), vocab_size, np.int32)
-    allowed = [allowed_tokens(request, vocab_size) for request in requests]
-    everything = np.full(-(-vocab_size // 32), 2**32 - 1, np.uint32)
+    places = [request.constraint for request in requests]
     for row, (request, own) in enumerate(zip(requests, options, strict=True)):
         seen[row, request.ids] = True
         biases = own.logit_bias or {}
@@ -139,8 +141,13 @@ def row_sampling(requests: Sequence[Request], vocab_size: int) -> RowSampling:
         "bias_values": bias_values,
         "min_tokens": column("min_tokens", np.int32),
         "ends": ends,
-        "limited": np.array([own is not None for own in allowed]),
-        "allowed": np.stack([everything if own is None else own for own in allowed]),
+        "limited": np.array(
+            [
+                request.constraint is not None or own.allowed_token_ids is not None
+                for request, own in zip(requests, options, strict=True)
+            ]
+        ),
+        "allowed": allowed_tokens(requests, places, vocab_size),
         # a key takes 32 bits of a seed: the upper ones are folded in
         "seed": np.array([divmod(own.seed or 0, 2**32)[::-1] for own in options], np.uint32),
         "stream": np.array([request.stream for request in requests], np.int32),
@@ -150,12 +157,18 @@ def row_sampling(requests: Sequence[Request], vocab_size: int) -> RowSampling:
     return RowSampling(**made)
 
 
-def allowed_tokens(request: Request, vocab_size: int) -> UInt32[np.ndarray, "words"] | None:
-    """Returns the bits of the tokens that may come first in a request's output; None: all."""
-    if request.constraint is not None:
-        return request.constraint.allowed()
-    ids = request.sampling.allowed_token_ids
-    return None if ids is None else bits(ids, vocab_size)
+def allowed_tokens(
+    requests: Sequence[Request], places: Sequence["Constraint | None"], vocab_size: int
+) -> UInt32[np.ndarray, "B words"]:
+    """Returns the bits of the tokens that may come next, given the outputs' places in a grammar."""
+    words = np.full((len(requests), -(-vocab_size // 32)), 2**32 - 1, np.uint32)
+    for own, request, place in zip(words, requests, places, strict=True):
+        ids = request.sampling.allowed_token_ids
+        if place is not None:
+            own[:] = place.allowed()
+        elif ids is not None:
+            own[:] = bits(ids, vocab_size)
+    return words
 
 
 def bits(ids: Sequence[int], vocab_size: int) -> UInt32[np.ndarray, "words"]:

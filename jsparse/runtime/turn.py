@@ -25,6 +25,7 @@ from jsparse.runtime.request import Request, knobs
 from jsparse.runtime.sampling import (
     ChooseFn,
     RowSampling,
+    allowed_tokens,
     chooser,
     followed,
     forced_then_greedy,
@@ -103,7 +104,9 @@ def answers(
     ]
     choose, given = _choice(session, requests, questions)
     reader = Reader(rows, report, clock, at_once=choose is followed)
-    renewed = partial(_allowed, rows) if choose is followed else None
+    renewed = None
+    if choose is followed:
+        renewed = partial(_allowed, rows, session.deployment.params.config.vocab_size)
     limits, own = _limits(requests, questions), knobs(requests)
     steps = session.steps(choose, given, limits=limits, knobs=own, renewed=renewed)
     # so that the session is idle even while an exception is being inspected
@@ -121,12 +124,13 @@ def _choice(
     return chooser(requests, session.deployment.params.config.vocab_size)
 
 
-def _allowed(rows: Sequence[OutputRow], given: RowSampling) -> RowSampling:
+def _allowed(rows: Sequence[OutputRow], vocab_size: int, given: RowSampling) -> RowSampling:
     """Returns the carry with the tokens that may follow the outputs so far."""
-    words, places = np.array(given.allowed), [row.builder.constraint for row in rows]
-    for nth, (row, place) in enumerate(zip(rows, places, strict=True)):
-        if place is not None and row.builder.finish is None:
-            words[nth] = place.allowed()
+    outputs = [row.builder for row in rows]
+    places = [None if each.finish else each.constraint for each in outputs]
+    words = allowed_tokens([each.request for each in outputs], places, vocab_size)
+    # on several devices the first axis is ranks
+    words = np.broadcast_to(words, given.allowed.shape)
     return given._replace(allowed=jax.device_put(words, given.allowed.sharding))
 
 

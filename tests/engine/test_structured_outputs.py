@@ -9,6 +9,7 @@ import pytest
 import jsparse
 from jsparse import SamplingParams
 from jsparse.engine.stall_budget import StallBudget
+from jsparse.models.checkpoint import spread
 from jsparse.runtime.constraint import constraint
 from jsparse.runtime.structured_outputs import StructuredOutputsParams
 from tests.support.characters import tokenizer_of_characters, with_characters
@@ -191,3 +192,16 @@ def test_turns_of_a_conversation_follow_the_structure(llm):
         text = chat.answer(messages).text
         assert re.fullmatch("[0-9]{3}-[a-z]{2,4}", text)
         messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "more "}]
+
+
+@pytest.mark.slow
+def test_models_on_two_devices_give_the_same_outputs(llm):
+    sampling = [options(nth) for nth in range(4)]
+    outs = llm.generate(PROMPTS, sampling)
+    expected = [out.outputs[0].token_ids for out in outs]
+    params = spread(with_characters(), 2)
+    for made in (
+        [out.outputs[0] for out in tiny_llm(params=params).generate(PROMPTS, sampling)],
+        jsparse.generate(params, PROMPTS, sampling=sampling),
+    ):
+        assert [out.token_ids for out in made] == expected
