@@ -33,9 +33,13 @@ _KV_CACHE_DTYPES = ("auto", "int8")
 _UNITS = ((10**9, "B"), (10**6, "M"), (10**3, "K"), (0.1, ""))
 
 
+@jax.tree_util.register_pytree_with_keys_class
 @dataclass(frozen=True, eq=False)
 class Params:
     """A loaded model: everything needed to generate text.
+
+    It is a pytree whose leaves are those of `weights`, so that jax.jit, jax.grad, jax.device_put
+    and optax take it. Trees made of it have no `constants` that were derived from its weights.
 
     Attributes:
         weights: the decoder's tree of arrays.
@@ -73,6 +77,15 @@ class Params:
         size += f" parameters on each of {devices} devices" if devices > 1 else " parameters"
         return f"Params({self.name!r}, {self.config.family}, {size}, {self.types})"
 
+    def tree_flatten_with_keys(self) -> tuple[Any, "_Rest"]:
+        """Returns the weights with their name, and the rest."""
+        return ((jax.tree_util.GetAttrKey("weights"), self.weights),), _Rest(self)
+
+    @classmethod
+    def tree_unflatten(cls, rest: "_Rest", children: tuple[Weights]) -> "Params":
+        """Returns a model with other weights, which during tracing may be any objects."""
+        return rest.with_weights(*children)
+
     @property
     def dtype(self) -> Any:
         """The dtype of weights and activations."""
@@ -92,6 +105,35 @@ class Params:
     def decoder(self) -> Decoder:
         """The decoder of these weights."""
         return Decoder(self.config, self.dtype, self.quantized)
+
+
+class _Rest:
+    """All of a Params but its weights; two are equal if programs may share a trace."""
+
+    def __init__(self, params: Params) -> None:
+        constants = _not_derived(params.constants)
+        self._params = dataclasses.replace(params, weights={}, constants=constants)
+        other = params.kv_cache_dtype, params.mesh, repr(params.generation_defaults)
+        objects = params.tokenizer, *constants.values()
+        self._same = params.config, params.name, *other, *constants, *map(id, objects)
+
+    def with_weights(self, weights: Any) -> Params:
+        """Returns a model with these weights."""
+        constants = dict(self._params.constants)
+        return dataclasses.replace(self._params, weights=weights, constants=constants)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Rest) and self._same == other._same
+
+    def __hash__(self) -> int:
+        return hash(self._same)
+
+
+def _not_derived(constants: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """Returns the constants that do not depend on the weights."""
+    from jsparse.runtime.constants import MAKERS
+
+    return {name: array for name, array in constants.items() if name not in MAKERS}
 
 
 @takes(LOAD)

@@ -4,6 +4,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.core as jax_core
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32
@@ -23,15 +24,17 @@ def logits(params: Params, tokens: Any) -> Float32[Array, "B T V"]:
 
     Args:
         params: the model that `jsparse.load` returned.
-        tokens: integer ids [B, T], or one row [T]; all rows have the same length.
+        tokens: integer ids [B, T], or one row [T]; all rows have the same length. In a jitted
+            function they may be traced, and then must be in the vocabulary.
 
     Raises:
         ValueError: the ids have another shape or kind, are outside the vocabulary, or are longer
             than the model's maximum; or the model is spread over several processes.
     """
     require_in_one_process(params)
+    traced = isinstance(tokens, jax_core.Tracer)
     try:
-        ids = np.asarray(tokens)
+        ids: Any = tokens if traced else np.asarray(tokens)
     except ValueError as error:
         raise ValueError(
             f"tokens: must be integers [B, T], all rows of one length ({error})"
@@ -43,7 +46,7 @@ def logits(params: Params, tokens: Any) -> Float32[Array, "B T V"]:
             f"tokens of shape {ids.shape} and type {ids.dtype}: must be integers [B, T], at least "
             "one"
         )
-    if ids.min() < 0 or ids.max() >= config.vocab_size:
+    if not traced and (ids.min() < 0 or ids.max() >= config.vocab_size):
         raise ValueError(
             f"tokens range from {ids.min()} to {ids.max()}: must be in 0 … {config.vocab_size - 1}"
         )
