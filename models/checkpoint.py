@@ -11,6 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jsparse.cache import KEY_REACH
+from jsparse.cache.key_constants import KEY_CONSTANTS
 from jsparse.hyper_parameters import whole_number
 from jsparse.machine.jax_settings import own_settings
 from jsparse.models import orbax_files
@@ -131,9 +133,8 @@ class _Rest:
 
 def _not_derived(constants: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """Returns the constants that do not depend on the weights."""
-    from jsparse.runtime.constants import MAKERS
-
-    return {name: array for name, array in constants.items() if name not in MAKERS}
+    derived = (*KEY_CONSTANTS, KEY_REACH)
+    return {name: array for name, array in constants.items() if name not in derived}
 
 
 @takes(LOAD)

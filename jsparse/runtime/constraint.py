@@ -17,8 +17,7 @@ from llguidance import LLExecutor, LLMatcher, LLTokenizer, TokenizerWrapper
 from llguidance.gbnf_to_lark import any_to_lark
 
 from jsparse.models.tokenizer import Tokenizer
-from jsparse.runtime.sampling import bits
-from jsparse.runtime.structured_outputs import StructuredOutputsParams
+from jsparse.runtime.structured_outputs import StructuredOutputsParams, bits
 from jsparse.text.reasoning import BEGIN, END, TAIL, opens_reasoning
 
 MAX_MESSAGE = 500  # characters of the library's errors, which can quote the whole grammar

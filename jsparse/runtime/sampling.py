@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Float32, Int32, UInt16, UInt32
 
 from jsparse.runtime.request import Request
 from jsparse.runtime.sampling_params import MAX_BIASES, MAX_END_IDS
+from jsparse.runtime.structured_outputs import bits
 from jsparse.selection.threshold import top_k_mask
 from jsparse.shapes import Rows
 
@@ -169,13 +170,6 @@ def allowed_tokens(
         elif ids is not None:
             own[:] = bits(ids, vocab_size)
     return words
-
-
-def bits(ids: Sequence[int], vocab_size: int) -> UInt32[np.ndarray, "words"]:
-    """Returns a bit for each token, the lowest of the first word for id 0: is it among `ids`?"""
-    flags = np.zeros(-(-vocab_size // 32) * 32, np.bool_)
-    flags[[*ids]] = True
-    return np.packbits(flags, bitorder="little").view(np.uint32)
 
 
 def greedy(

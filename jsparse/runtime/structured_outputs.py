@@ -5,6 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+import numpy as np
+from jaxtyping import UInt32
+
 # bounds on the time and memory that one request's grammar takes
 MAX_CHARS, MAX_CHOICES = 2**18, 10_000
 FORMATS = ("json", "regex", "choice", "grammar", "json_object")
@@ -98,6 +101,13 @@ def structured_outputs(given: Any) -> StructuredOutputsParams | None:
         if name not in known:
             raise ValueError(f"structured_outputs.{name}: must be among {', '.join(known)}")
     return StructuredOutputsParams(**given)
+
+
+def bits(ids: Sequence[int], vocab_size: int) -> UInt32[np.ndarray, "words"]:
+    """Returns a bit for each token, the lowest of the first word for id 0: is it among `ids`?"""
+    flags = np.zeros(-(-vocab_size // 32) * 32, np.bool_)
+    flags[[*ids]] = True
+    return np.packbits(flags, bitorder="little").view(np.uint32)
 
 
 def _choices(given: Any) -> tuple[str, ...]:

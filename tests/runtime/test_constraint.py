@@ -9,8 +9,7 @@ import pytest
 
 from jsparse import SamplingParams
 from jsparse.runtime.constraint import Constraint, constraint
-from jsparse.runtime.sampling import bits
-from jsparse.runtime.structured_outputs import StructuredOutputsParams
+from jsparse.runtime.structured_outputs import StructuredOutputsParams, bits
 from tests.support.characters import tokenizer_of_characters
 from tests.support.tiny import VOCAB
 
