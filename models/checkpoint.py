@@ -11,8 +11,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jsparse.cache import KEY_REACH
-from jsparse.cache.key_constants import KEY_CONSTANTS
 from jsparse.hyper_parameters import whole_number
 from jsparse.machine.jax_settings import own_settings
 from jsparse.models import orbax_files
@@ -41,7 +39,7 @@ class Params:
     """A loaded model: everything needed to generate text.
 
     It is a pytree whose leaves are those of `weights`, so that jax.jit, jax.grad, jax.device_put
-    and optax take it. Trees made of it have no `constants` that were derived from its weights.
+    and optax take it. Trees made of it have no `constants`, which belong to its weights.
 
     Attributes:
         weights: the decoder's tree of arrays.
@@ -113,28 +111,19 @@ class _Rest:
     """All of a Params but its weights; two are equal if programs may share a trace."""
 
     def __init__(self, params: Params) -> None:
-        constants = _not_derived(params.constants)
-        self._params = dataclasses.replace(params, weights={}, constants=constants)
+        self._params = dataclasses.replace(params, weights={}, constants={})
         other = params.kv_cache_dtype, params.mesh, repr(params.generation_defaults)
-        objects = params.tokenizer, *constants.values()
-        self._same = params.config, params.name, *other, *constants, *map(id, objects)
+        self._same = params.config, params.name, *other, id(params.tokenizer)
 
     def with_weights(self, weights: Any) -> Params:
         """Returns a model with these weights."""
-        constants = dict(self._params.constants)
-        return dataclasses.replace(self._params, weights=weights, constants=constants)
+        return dataclasses.replace(self._params, weights=weights, constants={})
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Rest) and self._same == other._same
 
     def __hash__(self) -> int:
         return hash(self._same)
-
-
-def _not_derived(constants: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """Returns the constants that do not depend on the weights."""
-    derived = (*KEY_CONSTANTS, KEY_REACH)
-    return {name: array for name, array in constants.items() if name not in derived}
 
 
 @takes(LOAD)
