@@ -10,6 +10,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from functools import partial
@@ -92,6 +93,8 @@ class AsyncEngine:
         self._streams, self._names = itertools.count(), itertools.count()
         self._inbox: deque[Callable[[], None]] = deque()
         self._listeners: dict[str, _Listener] = {}
+        # checks of requests with grammars, which may wait for those of others
+        self._grammars = ThreadPoolExecutor(1, thread_name_prefix="jsparse-checks")
         self._awake = threading.Condition()
         self._closing = False
         # requests that wait for programs in compilation
@@ -157,9 +160,11 @@ class AsyncEngine:
             # each request has its own random stream; a seed has STREAMS of them
             seed = (self._seed + nth // STREAMS) % 2**63
             check = partial(requests, params, rows, options, self.engine.policy, seed=seed)
-            # a grammar takes up to a second to compile
-            slow = options.structured_outputs is not None
-            (request,) = await asyncio.to_thread(check) if slow else check()
+            if options.structured_outputs is None:
+                (request,) = check()
+            else:  # some grammars take seconds to compile
+                loop = asyncio.get_running_loop()
+                (request,) = await loop.run_in_executor(self._grammars, check)
             request = replace(request, stream=request.stream + nth % STREAMS)
             text = prompt if isinstance(prompt, str) else None
             del prompt, rows  # the request has them as an array
@@ -230,6 +235,7 @@ class AsyncEngine:
         with self._awake:
             self._closing = True
             self._awake.notify()
+        self._grammars.shutdown(wait=False, cancel_futures=True)
         self._thread.join()
 
     async def __aenter__(self) -> "AsyncEngine":

@@ -4,8 +4,10 @@ The library llguidance parses it.
 """
 
 import json
+import re
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from functools import cache, lru_cache, partial
 from typing import Any
@@ -17,11 +19,12 @@ from llguidance import LLExecutor, LLMatcher, LLTokenizer, TokenizerWrapper
 from llguidance.gbnf_to_lark import any_to_lark
 
 from jsparse.models.tokenizer import Tokenizer
-from jsparse.runtime.structured_outputs import StructuredOutputsParams, bits
+from jsparse.runtime.structured_outputs import EVERY_TOKEN, StructuredOutputsParams, bits
 from jsparse.text.reasoning import BEGIN, END, TAIL, opens_reasoning
 
 MAX_MESSAGE = 500  # characters of the library's errors, which can quote the whole grammar
 KEPT = 16  # compiled grammars
+STACK = 2**30  # bytes of addresses, for the longest chain of rules in MAX_CHARS
 # between the parts of JSON; with more, some models write nothing else to the end
 SPACES = r" ?|\n[ \t]{0,64}"
 # the library's table of tokens, and a function that compiles grammars and keeps the newest few
@@ -100,14 +103,16 @@ def allowed(places: Sequence[Constraint]) -> UInt32[np.ndarray, "n words"]:
     common = min(found.shape[1], words.shape[1])
     words[:, :common] = found[:, :common]
     for own, place in zip(words, places, strict=True):
-        if place.reasons:
-            np.invert(place.ends, out=own)
+        if place.reasoning is not None and place.reasoning.inside:
+            own[:] = place.reasoning.free & ~place.ends
             continue
         own &= ~place.own_ends
         if place.matcher.is_accepting():
             own |= place.ends
         if place.reasoning is not None:
             own |= place.reasoning.opening
+        if not own.any():  # the parser refuses whatever is chosen, and says why
+            own[:] = EVERY_TOKEN
     return words
 
 
@@ -119,6 +124,7 @@ class Reasoning:
 
     Attributes:
         inside: whether the output is in it.
+        free: the bits of the tokens that have bytes.
         opening: the bits of the tokens that may open it now.
     """
 
@@ -129,6 +135,8 @@ class Reasoning:
         """
         begin = tokenizer.encode(BEGIN, add_special_tokens=False)
         self.inside, self._bytes, self._newest = opened, tokenizer.token_bytes(), b""
+        known = [token for token, text in enumerate(self._bytes[:vocab_size]) if text]
+        self.free = bits(known, vocab_size)
         self._begin = begin[0] if len(begin) == 1 and not opened else None
         self.opening = bits([] if self._begin is None else begin, vocab_size)
 
@@ -137,7 +145,8 @@ class Reasoning:
         begins, self._begin = token == self._begin, None
         self.opening = np.zeros_like(self.opening)
         if self.inside:
-            self._newest = self._newest[-len(END) :] + self._bytes[token]
+            text = self._bytes[token] if token < len(self._bytes) else b""
+            self._newest = self._newest[-len(END) :] + text
             self.inside = END.encode() not in self._newest
             return True
         self.inside = begins
@@ -150,8 +159,9 @@ def constraint(
     ends: frozenset[int],
     vocab_size: int,
     prompt: np.ndarray,
+    min_tokens: int = 0,
 ) -> Constraint:
-    """Compiles a grammar.
+    """Compiles a grammar, in a thread of its own: some take seconds.
 
     Args:
         tokenizer: the model's.
@@ -159,14 +169,44 @@ def constraint(
         ends: the tokens that end the output.
         vocab_size: the number of the model's logits.
         prompt: the ids before the output, whose last ones may open reasoning.
+        min_tokens: the number of tokens before which nothing ends the output.
 
     Raises:
-        ValueError: the grammar is malformed or too complex, or the bytes of tokens are unknown.
+        ValueError: the grammar is malformed or too complex, no token may come first, or the bytes
+            of tokens are unknown.
     """
+    return (
+        _thread()
+        .submit(_compiled, tokenizer, wanted, ends, vocab_size, prompt, min_tokens)
+        .result()
+    )
+
+
+@cache
+def _thread() -> ThreadPoolExecutor:
+    """Returns the thread that compiles grammars; nested ones take much of its stack."""
+    before = threading.stack_size(STACK)
+    try:
+        pool = ThreadPoolExecutor(1, thread_name_prefix="jsparse-grammars")
+        pool.submit(int).result()
+    finally:
+        threading.stack_size(before)
+    return pool
+
+
+def _compiled(
+    tokenizer: Tokenizer,
+    wanted: StructuredOutputsParams,
+    ends: frozenset[int],
+    vocab_size: int,
+    prompt: np.ndarray,
+    min_tokens: int,
+) -> Constraint:
+    name = f"structured_outputs.{wanted.format}"
     table, compiled = _compiler(tokenizer, vocab_size)
     matcher = compiled(_grammar(wanted))
     if matcher.is_error():
-        raise ValueError(f"structured_outputs.{wanted.format}: {_shortened(matcher.get_error())}")
+        raise ValueError(f"{name}: {_shortened(matcher.get_error())}")
     own_ends, of_request = (
         bits([token for token in some if token < vocab_size], vocab_size)
         for some in (tokenizer.eos_token_ids, ends)
@@ -174,9 +214,17 @@ def constraint(
     reasoning = None
     if wanted.after_reasoning:
         tail = tokenizer.decode(prompt[-TAIL:], skip_special_tokens=False)
-        reasoning = Reasoning(tokenizer, vocab_size, opened=opens_reasoning(tail))
+        opened = wanted.after_reasoning == "begun" or opens_reasoning(tail)
+        reasoning = Reasoning(tokenizer, vocab_size, opened=opened)
     words = -(-table.vocab_size // 32)
-    return Constraint(matcher.deep_copy(), words, own_ends, of_request, reasoning)
+    made = Constraint(matcher.deep_copy(), words, own_ends, of_request, reasoning)
+    first = matcher.deep_copy()
+    mask = np.frombuffer(first.compute_bitmask(), np.uint32)[: own_ends.size] & ~own_ends[:words]
+    if first.is_error():
+        raise ValueError(f"{name}: {_shortened(first.get_error())}")
+    if not mask.any() and not (of_request.any() and first.is_accepting() and min_tokens == 0):
+        raise ValueError(f"{name}={wanted.text!r}: must allow a first token")
+    return made
 
 
 def _grammar(wanted: StructuredOutputsParams) -> str:
@@ -190,8 +238,10 @@ def _grammar(wanted: StructuredOutputsParams) -> str:
         case "regex":
             return LLMatcher.grammar_from_regex(text)
         case "choice":
-            choices = (json.dumps(each, ensure_ascii=False) for each in wanted.choice or ())
-            return LLMatcher.grammar_from_lark("start: " + " | ".join(choices))
+            # one token of the grammar: as rules, the library takes only 2,000
+            quoted = (json.dumps(each, ensure_ascii=False) for each in wanted.choice or ())
+            choices = " | ".join(quoted).replace("\x7f", "\\u007f")
+            return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}")
         case "grammar":
             try:
                 return LLMatcher.grammar_from_lark(any_to_lark(text))
@@ -243,4 +293,6 @@ class _Tokens:
 
 
 def _shortened(message: str) -> str:
+    """Returns the library's message without its own state."""
+    message = re.split(r"\n?<(?:state|backtrace)>", message)[0]
     return message if len(message) <= MAX_MESSAGE else message[:MAX_MESSAGE] + "…"

@@ -76,8 +76,8 @@ class Generation:
         token_ids: the new ids, including the end token if there is one.
         logprobs: the ids' natural log-probabilities under the model's own softmax, before sampling
             options; None unless requested.
-        finish_reason: "stop" (an end token or a stop string), "length", or "overflow" if the row
-            ran out of room in the cache because the policy left too little.
+        finish_reason: "stop" (an end token, a stop string or the end of its grammar), "length", or
+            "overflow" if the row ran out of room in the cache because the policy left too little.
         stats: counts, times and attended fractions.
     """
 

@@ -166,7 +166,8 @@ def _request(
         from jsparse.runtime.constraint import constraint as compiled
 
         tokenizer = prompts.tokenizer_of(params, "structured_outputs")
-        constraint = compiled(tokenizer, wanted, ends, params.config.vocab_size, array)
+        sizes = params.config.vocab_size, array, sampling.min_tokens
+        constraint = compiled(tokenizer, wanted, ends, *sizes)
     stream = 0 if own_seed else row
     return Request(array, resolved, ends, stream, constraint)
 

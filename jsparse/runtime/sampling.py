@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float32, Int32, UInt16, UInt32
 
 from jsparse.runtime.request import Request
 from jsparse.runtime.sampling_params import MAX_BIASES, MAX_END_IDS
-from jsparse.runtime.structured_outputs import bits
+from jsparse.runtime.structured_outputs import EVERY_TOKEN, bits
 from jsparse.selection.threshold import top_k_mask
 from jsparse.shapes import Rows
 
@@ -162,7 +162,7 @@ def allowed_tokens(
     requests: Sequence[Request], places: Sequence["Constraint | None"], vocab_size: int
 ) -> UInt32[np.ndarray, "B words"]:
     """Returns the bits of the tokens that may come next, given the outputs' places in a grammar."""
-    words = np.full((len(requests), -(-vocab_size // 32)), 2**32 - 1, np.uint32)
+    words = np.full((len(requests), -(-vocab_size // 32)), EVERY_TOKEN, np.uint32)
     for own, request, place in zip(words, requests, places, strict=True):
         ids = request.sampling.allowed_token_ids
         if place is not None:

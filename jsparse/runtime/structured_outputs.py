@@ -1,15 +1,17 @@
 """StructuredOutputsParams, what an output must consist of, and checks of its values."""
 
 import json
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from jaxtyping import UInt32
 
 # bounds on the time and memory that one request's grammar takes
-MAX_CHARS, MAX_CHOICES = 2**18, 10_000
+MAX_CHARS, MAX_CHOICES = 2**17, 10_000
+EVERY_TOKEN = np.uint32(2**32 - 1)  # a word of bits
 FORMATS = ("json", "regex", "choice", "grammar", "json_object")
 
 
@@ -25,8 +27,8 @@ class StructuredOutputsParams:
         json_object: True: any JSON object.
         disable_any_whitespace: whether JSON has no spaces and line breaks outside of strings.
             Otherwise it may have a space, or a line break and its indentation, between its parts.
-        after_reasoning: whether the model may think first: text from <think>, which it or the
-            prompt writes, to </think> is free.
+        after_reasoning: whether the model may think first: text from <think>, which it writes or
+            which ends the prompt, to </think> is free. "begun": the prompt ends inside of it.
 
     Raises:
         ValueError: no format or several are given, or a value is malformed or too long.
@@ -38,11 +40,11 @@ class StructuredOutputsParams:
     grammar: str | None = None
     json_object: bool | None = None
     disable_any_whitespace: bool = False
-    after_reasoning: bool = False
+    after_reasoning: bool | Literal["begun"] = False
 
     def __post_init__(self) -> None:
         """Checks the format and its size."""
-        given = [name for name in FORMATS if getattr(self, name) not in (None, False)]
+        given = self._given
         if len(given) != 1:
             raise ValueError(
                 f"structured_outputs has {' and '.join(given) or 'no format'}: must have one of "
@@ -50,9 +52,10 @@ class StructuredOutputsParams:
             )
         name = given[0]
         value: Any = getattr(self, name)
-        for flag in ("disable_any_whitespace", "after_reasoning"):
-            if not isinstance(getattr(self, flag), bool):
-                raise _wrong(flag, getattr(self, flag), "true or false")
+        if not isinstance(self.disable_any_whitespace, bool):
+            raise _wrong("disable_any_whitespace", self.disable_any_whitespace, "true or false")
+        if not isinstance(self.after_reasoning, bool) and self.after_reasoning != "begun":
+            raise _wrong("after_reasoning", self.after_reasoning, "true, false or 'begun'")
         if name == "choice":
             object.__setattr__(self, name, _choices(value))
         elif name == "json_object":
@@ -61,6 +64,10 @@ class StructuredOutputsParams:
         elif not isinstance(value, str | Mapping if name == "json" else str):
             rule = "a JSON schema, as an object or as text" if name == "json" else "a string"
             raise _wrong(name, value, rule)
+        try:
+            self.text.encode()
+        except UnicodeEncodeError:
+            raise _wrong(name, value, "text without surrogates") from None
         if len(self.text) > MAX_CHARS:
             raise ValueError(
                 f"structured_outputs.{name} has {len(self.text):,} characters: must have at most "
@@ -68,9 +75,14 @@ class StructuredOutputsParams:
             )
 
     @property
+    def _given(self) -> list[str]:
+        values = {name: getattr(self, name) for name in FORMATS}
+        return [name for name, value in values.items() if value is not None and value is not False]
+
+    @property
     def format(self) -> str:
         """The name of the format that is given."""
-        return next(name for name in FORMATS if getattr(self, name) not in (None, False))
+        return self._given[0]
 
     @property
     def text(self) -> str:
@@ -99,7 +111,8 @@ def structured_outputs(given: Any) -> StructuredOutputsParams | None:
     known = [each.name for each in fields(StructuredOutputsParams)]
     for name in given:
         if name not in known:
-            raise ValueError(f"structured_outputs.{name}: must be among {', '.join(known)}")
+            shown = reprlib.repr(name).strip("'")
+            raise ValueError(f"structured_outputs.{shown}: must be among {', '.join(known)}")
     return StructuredOutputsParams(**given)
 
 

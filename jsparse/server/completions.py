@@ -22,7 +22,7 @@ from jsparse.server.prompt_stream import PromptStream, all_of, usage
 from jsparse.server.protocol import SAME, ChatRequest, CompletionRequest, TemplateFields
 from jsparse.server.service import Service
 from jsparse.server.sse import DONE, ClientGone, EventStream, event, merged, unless_gone
-from jsparse.text.reasoning import ReasoningSplitter
+from jsparse.text.reasoning import ReasoningSplitter, opens_reasoning
 from jsparse.text.tool_calls import BEGIN, PARSERS, ToolCall, ToolCallParser, calls_only
 
 # the fields of requests, by their names in the engine's errors
@@ -332,8 +332,8 @@ async def _chat(service: Service, request: ChatRequest) -> ResponseWriter:
             options = replace(options, structured_outputs=_calls_only(service, request, parser))
         splitters = None
         if service.options.splits_reasoning:
-            options = _after_reasoning(options)
             begun = request.messages[-1].content if request.continue_final_message else None
+            options = _after_reasoning(options, begun=bool(begun and opens_reasoning("", begun)))
             splitters = service.texts.splitters(rows[0], begun, options.n)
         parsers = None
         if parser is not None:
@@ -342,6 +342,8 @@ async def _chat(service: Service, request: ChatRequest) -> ResponseWriter:
                 options = replace(options, skip_special_tokens=False)
         streams = await service.ask("chatcmpl", rows, [options])
     except Exception as error:
+        if type(error) is ValueError and request.demanded:
+            error = ValueError(f"{error}".replace("structured_outputs.grammar", "tools: calls", 1))
         raise as_api_error(error, names) from error
     return Chats(service, request, streams, [], splitters=splitters, parsers=parsers)
 
@@ -349,7 +351,10 @@ async def _chat(service: Service, request: ChatRequest) -> ResponseWriter:
 def _calls_only(service: Service, request: ChatRequest, parser: str) -> StructuredOutputsParams:
     """Returns what an output consists of that must call tools."""
     if request.structured_outputs or request.response_format:
-        raise ValueError("tool_choice: must be 'auto' or 'none' if the output has another format")
+        raise ValueError(
+            f"tool_choice={request.model_dump()['tool_choice']!r}: must be 'auto' or 'none' if the "
+            "output has another format"
+        )
     grammar = calls_only(
         parser,
         request.demanded,
@@ -359,12 +364,13 @@ def _calls_only(service: Service, request: ChatRequest, parser: str) -> Structur
     return StructuredOutputsParams(grammar=grammar)
 
 
-def _after_reasoning(options: SamplingParams) -> SamplingParams:
-    """Returns options with which a model may think before a structured output."""
+def _after_reasoning(options: SamplingParams, *, begun: bool) -> SamplingParams:
+    """Returns options with which a model may think, or go on thinking, before its output."""
     wanted = options.structured_outputs
     if not isinstance(wanted, StructuredOutputsParams):
         return options
-    return replace(options, structured_outputs=replace(wanted, after_reasoning=True))
+    after: Any = "begun" if begun else True
+    return replace(options, structured_outputs=replace(wanted, after_reasoning=after))
 
 
 async def _response(writer: ResponseWriter, http: HttpRequest) -> Response:

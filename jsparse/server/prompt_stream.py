@@ -71,8 +71,9 @@ class PromptStream:
         output = await self._serving.texts.output(self.state, new=new)
         for completion in output.outputs:
             if completion.error:
-                code = "nan_logits" if completion.error == NAN_LOGITS else "grammar"
-                raise ApiError(500, completion.error, code=code)
+                if completion.error == NAN_LOGITS:
+                    raise ApiError(500, completion.error, code="nan_logits")
+                raise ApiError(400, f"structured_outputs: {completion.error}", code="grammar")
         return output
 
     async def close(self) -> None:

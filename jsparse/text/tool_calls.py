@@ -11,6 +11,7 @@ Llama 3 writes only calls, separated by semicolons, and names their arguments "p
 """
 
 import json
+import reprlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from json import JSONDecodeError, JSONDecoder
@@ -77,10 +78,13 @@ def calls_only(
         tools: the tools that may be called, in OpenAI's format.
         several: whether there may be more than one call.
         special_tags: whether the tags of "hermes" are special tokens.
+
+    Raises:
+        ValueError: the parameters of a tool are not those of an object.
     """
     name_arguments = "arguments" if parser == "hermes" else "parameters"
     rules = [
-        f"call_{nth}: %json " + json.dumps(_schema(tool["function"], name_arguments))
+        f"call_{nth}: %json " + json.dumps(_schema(tool["function"], name_arguments, nth))
         for nth, tool in enumerate(tools)
     ]
     begin, end, between = "", "", '"; "'
@@ -92,14 +96,20 @@ def calls_only(
     return "\n".join([f"start: call{more}", f"call: {begin}({any_call}){end}", *rules])
 
 
-def _schema(function: Mapping[str, Any], name_arguments: str) -> dict[str, Any]:
+def _schema(function: Mapping[str, Any], name_arguments: str, nth: int) -> dict[str, Any]:
     """Returns the JSON schema of the calls of a function.
 
     Arguments beside the listed ones are allowed only if the schema of the parameters says so.
     """
-    parameters = function.get("parameters") or {"type": "object"}
+    parameters = function.get("parameters") or {}
+    if not isinstance(parameters, Mapping) or parameters.get("type", "object") != "object":
+        name = f"tools[{nth}].function.parameters"
+        raise ValueError(f"{name}={reprlib.repr(parameters)}: must be the schema of an object")
+    # with a name of their own, their references are relative to themselves
+    own: dict[str, Any] = {"$id": f"tool:///{nth}", "type": "object"}
     if "properties" in parameters:
-        parameters = {"additionalProperties": False, **parameters}
+        own["additionalProperties"] = False
+    parameters = own | dict(parameters)
     return {
         "type": "object",
         "properties": {
@@ -246,7 +256,7 @@ def _loaded(text: str) -> tuple[Any, bool]:
     try:
         return _JSON.decode(text.strip()), False
     except JSONDecodeError as error:
-        return None, error.msg.startswith("Unterminated string")
+        return None, error.msg.startswith(("Unterminated string", "Invalid \\uXXXX escape"))
     except (ValueError, RecursionError):
         return None, False
 

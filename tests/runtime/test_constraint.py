@@ -177,6 +177,28 @@ def test_models_may_have_more_logits_than_tokens(vocab_size):
     assert TOKENIZER.encode("a")[0] in ids and max(ids) < len(BYTES)
 
 
+@pytest.mark.parametrize(
+    "options", [{"ends": frozenset()}, {"min_tokens": 1}], ids=["ignore_eos", "min_tokens"]
+)
+def test_formats_that_allow_no_first_token_are_refused(options):
+    wanted, ends = StructuredOutputsParams(regex=""), options.get("ends", ENDS)
+    assert allowed(begun(regex="")) == [*ENDS]
+    with pytest.raises(ValueError, match="structured_outputs.regex='': must allow a first token"):
+        constraint(TOKENIZER, wanted, ends, VOCAB, NO_PROMPT, options.get("min_tokens", 0))
+
+
+def test_many_choices_and_long_chains_of_rules_compile():
+    choices = [f"c{nth}\x7f" for nth in range(9000)]
+    assert drawn(begun(choice=choices), np.random.default_rng(0)) in choices
+    chain = "\n".join(["start: r0", *(f"r{nth}: r{nth + 1}" for nth in range(7500)), 'r7500: "a"'])
+    assert allowed(begun(grammar=chain)) == TOKENIZER.encode("a")
+    nested = {
+        f"a{nth}": {"properties": {"x": {"$ref": f"#/$defs/a{nth + 1}"}}} for nth in range(2000)
+    }
+    schema = {"$ref": "#/$defs/a0", "$defs": nested | {"a2000": {"type": "null"}}}
+    assert allowed(begun(json=schema))
+
+
 def test_copies_are_independent():
     place = begun(choice=["ab", "cd"])
     other = place.copy()
@@ -186,7 +208,8 @@ def test_copies_are_independent():
 
 def test_reasoning_is_free_and_precedes_the_output():
     a, think = TOKENIZER.encode("a"), TOKENIZER.encode("<think>")
-    free = [token for token in range(VOCAB) if token not in ENDS]
+    # not the padding behind the tokens
+    free = [token for token in range(len(BYTES)) if token not in ENDS]
     for opened in (False, True):
         prompt = np.array(TOKENIZER.encode("x<think>\n" if opened else "x"))
         place = begun(prompt=prompt, choice=["a"], after_reasoning=True)
@@ -197,7 +220,8 @@ def test_reasoning_is_free_and_precedes_the_output():
             assert at_once.complete
             place.take(think)
         place.take(TOKENIZER.encode("never mind a</thin"))
-        assert [token for token in allowed(place) if token < VOCAB] == free
+        assert allowed(place) == free
+        place.take([VOCAB - 1])  # a token without bytes
         place.take(TOKENIZER.encode("k>"))
         assert allowed(place) == a and not place.complete
         place.take(a)
@@ -224,10 +248,14 @@ def test_bits_are_those_of_the_ids():
         ({"json": {"enum": [{1, 2}]}}, "structured_outputs.json: must be JSON"),
         ({"json": {"$ref": "#/nowhere"}}, "structured_outputs.json: Pointer '/nowhere'"),
         ({"regex": "(a"}, "structured_outputs.regex:[^!]*unclosed group"),
-        ({"regex": "a" * 300_000}, "regex has 300,000 characters: must have at most 262,144"),
+        ({"regex": "a" * 300_000}, "regex has 300,000 characters: must have at most 131,072"),
         ({"grammar": "start: nothing"}, 'structured_outputs.grammar:[^!]*unknown name: "nothing"'),
         ({"grammar": ["a"]}, "structured_outputs.grammar=.*: must be a string"),
         ({"choice": []}, "structured_outputs.choice=.*: must be a list of 1 to 10,000 strings"),
+        ({"regex": r"[^\s\S]"}, "structured_outputs.regex"),
+        ({"json": {"$ref": "#"}}, "structured_outputs.json"),
+        ({"regex": "a\ud800"}, "structured_outputs.regex=.*: must be text without surrogates"),
+        ({"json": 0}, "structured_outputs.json=0: must be a JSON schema"),
         ({"choice": "ab"}, "structured_outputs.choice='ab': must be a list"),
         ({"choice": ["a", ""]}, "must be a list of 1 to 10,000 strings of at least one"),
         ({"json_object": 1}, "structured_outputs.json_object=1: must be true"),

@@ -29,6 +29,12 @@ TOOLS = [
         ("count", COUNT),
     )
 ]
+
+
+def a_tool(parameters):
+    return {"type": "function", "function": {"name": "f", "parameters": parameters}}
+
+
 HELLO = {"messages": [{"role": "user", "content": "hello "}], "max_tokens": 90, "temperature": 0}
 
 
@@ -106,6 +112,24 @@ def test_tools_can_be_demanded(url):
             assert all(value <= 9 for value in arguments.values())
 
 
+def test_arguments_may_refer_to_definitions(url):
+    parameters = {"$defs": {"City": CITY}, "properties": {"to": {"$ref": "#/$defs/City"}}}
+    parameters["required"] = ["to"]
+    tool = {"type": "function", "function": {"name": "go", "parameters": parameters}}
+    made = chat(url, tools=[tool], tool_choice="required", parallel_tool_calls=False)
+    (call,) = made["message"]["tool_calls"]
+    City.model_validate(json.loads(call["function"]["arguments"])["to"])
+
+
+def test_output_that_the_grammar_refuses_later_is_the_clients_error(url):
+    # the object's 600 optional properties are too many for the parser after the brace
+    schema = {"type": "object", "properties": {f"p{nth}": {} for nth in range(600)}}
+    got = posted(url, "chat/completions", **HELLO, structured_outputs={"json": schema})
+    assert got.status_code == 400 and "structured_outputs" in got.json()["error"]["message"]
+    assert "<state>" not in got.text
+    assert chat(url, structured_outputs={"regex": "ab"})["message"]["content"] == "ab"
+
+
 def test_openais_client_parses_its_own_models(url):
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="-")
     given: Any = HELLO
@@ -140,6 +164,12 @@ def test_models_may_think_first():
             assert choice["finish_reason"] == "stop"
             # the tags count
             assert choice["reasoning_tokens"] == number
+        # a message is continued within its reasoning
+        begun = {"role": "assistant", "content": "<think>I"}
+        asked = {"structured_outputs": {"regex": "[0-9]{3}"}, "messages": [begun]}
+        asked |= {"continue_final_message": True, "logit_bias": {str(end): 100}}
+        choice = chat(url, **asked)
+        assert re.fullmatch("[0-9]{3}", choice["message"]["content"])
 
 
 @pytest.mark.parametrize(
@@ -170,6 +200,14 @@ def test_models_may_think_first():
         ("completions", {"allowed_token_ids": [1000]}, "allowed_token_ids", "from 0 to 299"),
         ("chat", {"tool_choice": "required"}, "tool_choice", "must be among tools"),
         ("chat", {"tools": TOOLS, "tool_choice": "any"}, "tool_choice", "'required'"),
+        *(
+            ("chat", {"tools": [a_tool(parameters)], "tool_choice": "required"}, "tools", message)
+            for parameters, message in (
+                (5, "tools[0].function.parameters=5: must be the schema of an object"),
+                ({"type": "string"}, "must be the schema of an object"),
+                ({"properties": {"a": {"type": "x"}}}, "tools: calls"),
+            )
+        ),
         (
             "chat",
             {"tools": TOOLS, "tool_choice": {"function": {"name": "fly"}}},
