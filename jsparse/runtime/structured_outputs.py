@@ -4,7 +4,7 @@ import json
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from jaxtyping import UInt32
@@ -33,6 +33,8 @@ class StructuredOutputsParams:
     Raises:
         ValueError: no format or several are given, or a value is malformed or too long.
     """
+
+    __no_type_check__: ClassVar[bool] = True  # errors name values and rules
 
     json: str | Mapping[str, Any] | None = None
     regex: str | None = None
