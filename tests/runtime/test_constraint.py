@@ -208,7 +208,7 @@ def test_copies_are_independent():
 
 def test_reasoning_is_free_and_precedes_the_output():
     a, think = TOKENIZER.encode("a"), TOKENIZER.encode("<think>")
-    # not the padding behind the tokens
+    # not the padding past the last token
     free = [token for token in range(len(BYTES)) if token not in ENDS]
     for opened in (False, True):
         prompt = np.array(TOKENIZER.encode("x<think>\n" if opened else "x"))
