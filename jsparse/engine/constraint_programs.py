@@ -1,7 +1,7 @@
 """Tells the device which tokens rows with a grammar may choose next."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Array, Int32, UInt32
@@ -30,8 +30,9 @@ class AllowedTokens(NamedTuple):
 
 def _no_rows(spec: EngineSpec, size: tuple[int, ...]) -> tuple[AllowedTokens]:
     words = -(-spec.decoder.config.vocab_size // 32)
-    slots = np.full(size[0], spec.sizes.num_slots, np.int32)
-    return (AllowedTokens(slots, np.zeros((size[0], words), np.uint32)),)  # pyright: ignore
+    slots: Any = np.full(size[0], spec.sizes.num_slots, np.int32)
+    allowed: Any = np.zeros((size[0], words), np.uint32)
+    return (AllowedTokens(slots, allowed),)
 
 
 def rows_at_once(sizes: EngineSizes) -> int:

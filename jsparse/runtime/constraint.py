@@ -5,6 +5,7 @@ The library llguidance parses it.
 
 import json
 import re
+import reprlib
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -175,11 +176,8 @@ def constraint(
         ValueError: the grammar is malformed or too complex, no token may come first, or the bytes
             of tokens are unknown.
     """
-    return (
-        _thread()
-        .submit(_compiled, tokenizer, wanted, ends, vocab_size, prompt, min_tokens)
-        .result()
-    )
+    given = tokenizer, wanted, ends, vocab_size, prompt, min_tokens
+    return _thread().submit(_compiled, *given).result()
 
 
 @cache
@@ -223,7 +221,7 @@ def _compiled(
     if first.is_error():
         raise ValueError(f"{name}: {_shortened(first.get_error())}")
     if not mask.any() and not (of_request.any() and first.is_accepting() and min_tokens == 0):
-        raise ValueError(f"{name}={wanted.text!r}: must allow a first token")
+        raise ValueError(f"{name}={reprlib.repr(wanted.text)}: must allow a first token")
     return made
 
 

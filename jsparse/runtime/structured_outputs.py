@@ -109,7 +109,10 @@ def structured_outputs(given: Any) -> StructuredOutputsParams | None:
     if given is None or isinstance(given, StructuredOutputsParams):
         return given
     if not isinstance(given, Mapping):
-        raise ValueError(f"structured_outputs={given!r}: must be StructuredOutputsParams")
+        raise ValueError(
+            f"structured_outputs={reprlib.repr(given)}: must be StructuredOutputsParams, or their "
+            "fields by name"
+        )
     known = [each.name for each in fields(StructuredOutputsParams)]
     for name in given:
         if name not in known:
@@ -138,4 +141,4 @@ def _choices(given: Any) -> tuple[str, ...]:
 
 
 def _wrong(name: str, value: Any, rule: str) -> ValueError:
-    return ValueError(f"structured_outputs.{name}={value!r}: must be {rule}")
+    return ValueError(f"structured_outputs.{name}={reprlib.repr(value)}: must be {rule}")

@@ -10,6 +10,7 @@ import pytest
 from jsparse import SamplingParams
 from jsparse.runtime.constraint import Constraint, constraint
 from jsparse.runtime.structured_outputs import StructuredOutputsParams, bits
+from jsparse.text.tool_calls import calls_only, split_tool_calls
 from tests.support.characters import tokenizer_of_characters
 from tests.support.tiny import VOCAB
 
@@ -271,3 +272,19 @@ def test_malformed_formats_are_named(wanted, message):
 
     with pytest.raises(ValueError, match=message):
         compiled()
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_tags_of_calls_may_be_special_tokens(special):
+    tokenizer = tokenizer_of_characters(special)
+    tool = {"function": {"name": "f", "parameters": {"properties": {"a": {"const": 1}}}}}
+    grammar = calls_only("hermes", [tool], several=False, special_tags=special)
+    wanted, made = StructuredOutputsParams(grammar=grammar), []
+    place = constraint(tokenizer, wanted, ENDS, VOCAB, NO_PROMPT)
+    while not place.complete:
+        made.append(allowed(place)[-1])  # tags are the last tokens
+        place.take(made[-1:])
+    text = tokenizer.decode(made, skip_special_tokens=False)
+    (call,) = split_tool_calls(text).calls
+    assert call.name == "f" and json.loads(call.arguments) in ({}, {"a": 1})
+    assert tokenizer.encode("<tool_call>") == made[:1]

@@ -21,7 +21,7 @@ TEMPLATE = (
 
 
 @cache
-def tokenizer_of_characters() -> Tokenizer:
+def tokenizer_of_characters(special_tags: bool = False) -> Tokenizer:
     """A byte-level BPE: a token for each byte, for PAIRS and some other pairs, TAGS and END."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     others = [(vowel, other) for other in "nrstlm" for vowel in "aeiou"]
@@ -32,7 +32,8 @@ def tokenizer_of_characters() -> Tokenizer:
     )
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     core.decoder = tokenizers.decoders.ByteLevel()
-    core.add_tokens([AddedToken(tag, normalized=False) for tag in TAGS])
+    tags = [AddedToken(tag, normalized=False, special=special_tags) for tag in TAGS]
+    (core.add_special_tokens if special_tags else core.add_tokens)(tags)
     core.add_special_tokens([AddedToken(END, special=True)])
     return Tokenizer(core, eos_token_ids=[core.token_to_id(END)], chat_template=TEMPLATE)
 
