@@ -85,13 +85,13 @@ def mask_times(params: Any) -> list[float]:
 
     wanted, rng, times = StructuredOutputsParams(json=SCHEMA), np.random.default_rng(0), []
     size = params.config.vocab_size
-    place = constraint(params.tokenizer, wanted, frozenset(), size, np.zeros(0, np.int32))
+    state = constraint(params.tokenizer, wanted, frozenset(), size, np.zeros(0, np.int32))
     for _ in range(NEW):
         began = time.perf_counter()
-        words = place.allowed()
+        words = state.allowed()
         times.append(time.perf_counter() - began)
         ids = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
-        place.take([int(rng.choice(ids))])
+        state.take([int(rng.choice(ids))])
     return times
 
 

@@ -34,6 +34,7 @@ MAX_STALL_MS = 200.0
 STREAMS = 2**20
 # seconds between two checks of programs in compilation
 POLL_SECONDS = 0.25
+CLOSED = "the engine has been closed"
 
 
 def drawn_seed() -> int:
@@ -162,6 +163,8 @@ class AsyncEngine:
             check = partial(requests, params, rows, options, self.engine.policy, seed=seed)
             if options.structured_outputs is None:
                 (request,) = check()
+            elif self._closing:
+                raise EngineError(CLOSED)
             else:  # some grammars take seconds to compile
                 loop = asyncio.get_running_loop()
                 (request,) = await loop.run_in_executor(self._grammars, check)
@@ -235,7 +238,7 @@ class AsyncEngine:
         with self._awake:
             self._closing = True
             self._awake.notify()
-        self._grammars.shutdown(wait=False, cancel_futures=True)
+        self._grammars.shutdown(wait=False)
         self._thread.join()
 
     async def __aenter__(self) -> "AsyncEngine":
@@ -247,13 +250,13 @@ class AsyncEngine:
     def _call_on_thread(self, call: Callable[[], None]) -> None:
         with self._awake:
             if self._closing:
-                raise EngineError("the engine has been closed")
+                raise EngineError(CLOSED)
             self._inbox.append(call)
             self._awake.notify()
 
     def _work(self) -> None:
         """Runs in the engine's thread."""
-        error: BaseException = EngineError("the engine has been closed")
+        error: BaseException = EngineError(CLOSED)
         try:
             while self._turn():
                 pass

@@ -283,12 +283,12 @@ class Runner:
     def _constrain(self, rows: list[RowPlan]) -> None:
         """Sets the tokens that rows with a grammar may choose next."""
         found = ((row.slot, self._output_of(row.seq).constraint) for row in rows)
-        limited = [(slot, place) for slot, place in found if place is not None]
+        limited = [(slot, state) for slot, state in found if state is not None]
         size = rows_at_once(self._spec.sizes)
         for part in itertools.batched(limited, size):
             (inputs,) = constrain.placeholders(self._spec, (size,))
-            slots, places = zip(*part, strict=True)
-            inputs.slots[: len(part)], inputs.allowed[: len(part)] = slots, allowed(places)
+            slots, states = zip(*part, strict=True)
+            inputs.slots[: len(part)], inputs.allowed[: len(part)] = slots, allowed(states)
             self._slots = self._programs.run(constrain.key(size), self._slots, inputs)
 
     def _request_of(self, seq: int) -> Request:

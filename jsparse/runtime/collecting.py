@@ -151,7 +151,7 @@ class OutputBuilder:
         finish: why the sequence has ended, or None.
         token_ids, logprobs: its tokens and their log-probabilities.
         layers: the newest decode step's shares attended and read in each layer, if known.
-        constraint: its place in its grammar, if it has one.
+        constraint: the state of its grammar, if it has one.
         error: why it ended, if it could not continue.
     """
 

@@ -35,7 +35,7 @@ _making = threading.Lock()
 
 
 class Constraint:
-    """The place of one output in its grammar.
+    """The state of one output in its grammar.
 
     Attributes:
         matcher: the library's parser.
@@ -58,7 +58,7 @@ class Constraint:
         self.ends, self.reasoning = ends, reasoning
 
     def copy(self) -> "Constraint":
-        """Returns the place of another output that has begun alike."""
+        """Returns the state of another output that has begun alike."""
         others = self.table_words, self.own_ends, self.ends
         return Constraint(self.matcher.deep_copy(), *others, copy(self.reasoning))
 
@@ -88,30 +88,30 @@ class Constraint:
         return _shortened(self.matcher.get_error()) if self.matcher.is_error() else None
 
 
-def allowed(places: Sequence[Constraint]) -> UInt32[np.ndarray, "n words"]:
+def allowed(states: Sequence[Constraint]) -> UInt32[np.ndarray, "n words"]:
     """Returns a bit for each token, the lowest of the first word for id 0: may it come next?
 
     Tokens that end the output may come where it is complete. All outputs are of the same model.
     """
     # the library knows only the tokenizer's tokens; a model may have more logits
-    found = np.zeros((len(places), places[0].table_words), np.uint32)
-    parsed = [(place.matcher, nth) for nth, place in enumerate(places) if not place.reasons]
+    found = np.zeros((len(states), states[0].table_words), np.uint32)
+    parsed = [(state.matcher, nth) for nth, state in enumerate(states) if not state.reasons]
     if parsed:
         _executor().unsafe_compute_mask_ptr(
-            parsed, found.ctypes.data, found.strides[0], len(places)
+            parsed, found.ctypes.data, found.strides[0], len(states)
         )
-    words = np.zeros((len(places), places[0].ends.size), np.uint32)
+    words = np.zeros((len(states), states[0].ends.size), np.uint32)
     common = min(found.shape[1], words.shape[1])
     words[:, :common] = found[:, :common]
-    for own, place in zip(words, places, strict=True):
-        if place.reasoning is not None and place.reasoning.inside:
-            own[:] = place.reasoning.free & ~place.ends
+    for own, state in zip(words, states, strict=True):
+        if state.reasoning is not None and state.reasoning.inside:
+            own[:] = state.reasoning.free & ~state.ends
             continue
-        own &= ~place.own_ends
-        if place.matcher.is_accepting():
-            own |= place.ends
-        if place.reasoning is not None:
-            own |= place.reasoning.opening
+        own &= ~state.own_ends
+        if state.matcher.is_accepting():
+            own |= state.ends
+        if state.reasoning is not None:
+            own |= state.reasoning.opening
         if not own.any():  # the parser refuses whatever is chosen, and says why
             own[:] = EVERY_TOKEN
     return words

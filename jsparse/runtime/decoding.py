@@ -23,7 +23,7 @@ from jsparse.runtime.decode_step import StepStats
 from jsparse.runtime.draft_length import MOST_STEPS, Acceptance, DraftLength, Remaining
 from jsparse.runtime.pauses import due, next_steps, until_due
 from jsparse.runtime.rows import Batch, Step, decode_steps, first_tokens, no_recent, services_on
-from jsparse.runtime.sampling import ChooseFn, followed
+from jsparse.runtime.sampling import ChooseFn, constrained
 from jsparse.runtime.session_prefill import PrefillResult
 from jsparse.runtime.speculation import VerificationRound, speculate, verify_steps
 from jsparse.runtime.spread_programs import by_rank, placed
@@ -215,7 +215,7 @@ class Decoding:
     @property
     def _count(self) -> int:
         """The number of steps of the next program."""
-        if self._choose is followed:
+        if self._choose is constrained:
             return 1
         periods = [*self._policy.services.every.values(), self._store.every]
         pauses = until_due(filter(None, periods), self._age)

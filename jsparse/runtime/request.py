@@ -28,7 +28,7 @@ class Request:
         sampling: the options, with the model's defaults in place of None.
         ends: the tokens that end the text.
         stream: the number of the seed's random stream to sample from.
-        constraint: the beginning of its outputs in their grammar, if they have one.
+        constraint: the first state of its outputs' grammar, if they have one.
     """
 
     ids: np.ndarray

@@ -106,7 +106,7 @@ def chooser(requests: Sequence[Request], vocab_size: int) -> tuple[ChooseFn, Any
     """Returns the ChooseFn for a batch, and its initial carry."""
     if all(request.sampling.greedy for request in requests):
         return greedy, ()
-    choose = followed if any(request.constraint for request in requests) else sampled
+    choose = constrained if any(request.constraint for request in requests) else sampled
     return choose, jax.tree.map(jnp.asarray, row_sampling(requests, vocab_size))
 
 
@@ -118,7 +118,7 @@ def row_sampling(requests: Sequence[Request], vocab_size: int) -> RowSampling:
     bias_ids = np.full((rows, MAX_BIASES), vocab_size, np.int32)
     bias_values = np.zeros((rows, MAX_BIASES), np.float32)
     ends = np.full((rows, MAX_END_IDS), vocab_size, np.int32)
-    places = [request.constraint for request in requests]
+    states = [request.constraint for request in requests]
     for row, (request, own) in enumerate(zip(requests, options, strict=True)):
         seen[row, request.ids] = True
         biases = own.logit_bias or {}
@@ -148,7 +148,7 @@ def row_sampling(requests: Sequence[Request], vocab_size: int) -> RowSampling:
                 for request, own in zip(requests, options, strict=True)
             ]
         ),
-        "allowed": allowed_tokens(requests, places, vocab_size),
+        "allowed": allowed_tokens(requests, states, vocab_size),
         # a key takes 32 bits of a seed: the upper ones are folded in
         "seed": np.array([divmod(own.seed or 0, 2**32)[::-1] for own in options], np.uint32),
         "stream": np.array([request.stream for request in requests], np.int32),
@@ -159,14 +159,14 @@ def row_sampling(requests: Sequence[Request], vocab_size: int) -> RowSampling:
 
 
 def allowed_tokens(
-    requests: Sequence[Request], places: Sequence["Constraint | None"], vocab_size: int
+    requests: Sequence[Request], states: Sequence["Constraint | None"], vocab_size: int
 ) -> UInt32[np.ndarray, "B words"]:
-    """Returns the bits of the tokens that may come next, given the outputs' places in a grammar."""
+    """Returns the bits of the tokens that may come next, given the outputs' grammars."""
     words = np.full((len(requests), -(-vocab_size // 32)), EVERY_TOKEN, np.uint32)
-    for own, request, place in zip(words, requests, places, strict=True):
+    for own, request, state in zip(words, requests, states, strict=True):
         ids = request.sampling.allowed_token_ids
-        if place is not None:
-            own[:] = place.allowed()
+        if state is not None:
+            own[:] = state.allowed()
         elif ids is not None:
             own[:] = bits(ids, vocab_size)
     return words
@@ -245,7 +245,7 @@ def sampled(
     )
 
 
-def followed(
+def constrained(
     given: RowSampling, nth: Nth, logits: Float32[Array, "B V"], active: Active = None
 ) -> NextTokens:
     """Samples as `sampled` does; the host sets `allowed` before each step, from the last token."""

@@ -248,7 +248,7 @@ class Session:
         limits: Sequence[int],
         knobs: dict[str, Array] | None = None,
         keep_logits: bool = False,
-        renewed: Callable[[Any], Any] | None = None,
+        before_step: Callable[[Any], Any] | None = None,
     ) -> Generator[StepResult]:
         """Decodes, and yields the results of each program once it is dispatched.
 
@@ -262,8 +262,8 @@ class Session:
                 at their limit decode on, without use, until all rows are at theirs.
             knobs: hyper-parameters that differ by row.
             keep_logits: whether results hold the logits.
-            renewed: returns the carry for a program, given that of the one before it; the caller
-                has got the results of the latter. None: the same.
+            before_step: returns the carry for a program, given that of the one before it, whose
+                results the caller has; None: the same.
 
         Raises:
             ValueError: there was no prefill since the last steps, there is not one limit per row,
@@ -289,9 +289,9 @@ class Session:
         try:
             yield result
             while not decoding.finished:
-                if renewed is not None:
+                if before_step is not None:
                     batch = decoding.batch
-                    decoding.batch = batch._replace(given=renewed(batch.given))
+                    decoding.batch = batch._replace(given=before_step(batch.given))
                 yield self._advanced(decoding)
         finally:
             batch = decoding.batch

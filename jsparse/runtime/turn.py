@@ -27,7 +27,7 @@ from jsparse.runtime.sampling import (
     RowSampling,
     allowed_tokens,
     chooser,
-    followed,
+    constrained,
     forced_then_greedy,
 )
 from jsparse.runtime.session import Session
@@ -103,12 +103,12 @@ def answers(
         for request, emit, turn in zip(requests, streamers, turns, strict=True)
     ]
     choose, given = _choice(session, requests, questions)
-    reader = Reader(rows, report, clock, at_once=choose is followed)
-    renewed = None
-    if choose is followed:
-        renewed = partial(_allowed, rows, session.deployment.params.config.vocab_size)
+    reader = Reader(rows, report, clock, at_once=choose is constrained)
+    before_step = None
+    if choose is constrained:
+        before_step = partial(_allowed, rows, session.deployment.params.config.vocab_size)
     limits, own = _limits(requests, questions), knobs(requests)
-    steps = session.steps(choose, given, limits=limits, knobs=own, renewed=renewed)
+    steps = session.steps(choose, given, limits=limits, knobs=own, before_step=before_step)
     # so that the session is idle even while an exception is being inspected
     with closing(steps):
         reader.read_all(steps)
@@ -127,8 +127,8 @@ def _choice(
 def _allowed(rows: Sequence[OutputRow], vocab_size: int, given: RowSampling) -> RowSampling:
     """Returns the carry with the tokens that may follow the outputs so far."""
     outputs = [row.builder for row in rows]
-    places = [None if each.finish else each.constraint for each in outputs]
-    words = allowed_tokens([each.request for each in outputs], places, vocab_size)
+    states = [None if each.finish else each.constraint for each in outputs]
+    words = allowed_tokens([each.request for each in outputs], states, vocab_size)
     # on several devices the first axis is ranks
     words = np.broadcast_to(words, given.allowed.shape)
     return given._replace(allowed=jax.device_put(words, given.allowed.sharding))

@@ -328,7 +328,7 @@ async def _chat(service: Service, request: ChatRequest) -> ResponseWriter:
         parser = service.tool_parser() if request.offered else None
         max_new_tokens = request.max_new_tokens or service.room(rows[0])
         options = request.sampling(max_new_tokens, service.temperature)
-        if parser is not None and request.demanded:
+        if parser is not None and request.required_tools:
             options = replace(options, structured_outputs=_calls_only(service, request, parser))
         splitters = None
         if service.options.splits_reasoning:
@@ -342,7 +342,7 @@ async def _chat(service: Service, request: ChatRequest) -> ResponseWriter:
                 options = replace(options, skip_special_tokens=False)
         streams = await service.ask("chatcmpl", rows, [options])
     except Exception as error:
-        if type(error) is ValueError and request.demanded:
+        if type(error) is ValueError and request.required_tools:
             error = ValueError(f"{error}".replace("structured_outputs.grammar", "tools: calls", 1))
         raise as_api_error(error, names) from error
     return Chats(service, request, streams, [], splitters=splitters, parsers=parsers)
@@ -357,7 +357,7 @@ def _calls_only(service: Service, request: ChatRequest, parser: str) -> Structur
         )
     grammar = calls_only(
         parser,
-        request.demanded,
+        request.required_tools,
         several=request.tool_choice == "required" and request.parallel_tool_calls is not False,
         special_tags=service.texts.skips(BEGIN),
     )

@@ -310,7 +310,7 @@ class TemplateFields(RequestBody):
         return None if self.tool_choice == "none" else self.tools
 
     @property
-    def demanded(self) -> list[dict[str, Any]]:
+    def required_tools(self) -> list[dict[str, Any]]:
         """The tools of which it must call some."""
         tools = [tool for tool in self.tools or () if isinstance(tool.get("function"), dict)]
         if isinstance(self.tool_choice, NamedTool):
@@ -320,7 +320,7 @@ class TemplateFields(RequestBody):
 
     @model_validator(mode="after")
     def _choice_is_offered(self) -> "TemplateFields":
-        if self.tool_choice not in ("auto", "none") and not self.demanded:
+        if self.tool_choice not in ("auto", "none") and not self.required_tools:
             choice = self.tool_choice
             shown = choice if isinstance(choice, str) else choice.function.name
             raise ValueError(f"tool_choice={shown!r}: must be among tools")

@@ -24,7 +24,14 @@ from jsparse.pallas_kernels.token_sparse_decode.listed_rows import products
 from jsparse.pallas_kernels.token_sparse_decode.triton_kernel import attend_kernel
 from jsparse.pallas_kernels.token_sparse_decode.triton_tiers import Pools
 from jsparse.selection import Selection
-from jsparse.selection.partials import AttentionOut, ListedLogits, Stats, StatsKind, softmax_partial
+from jsparse.selection.partials import (
+    AttentionOut,
+    ListedLogits,
+    MeanStatsKind,
+    Stats,
+    StatsKind,
+    softmax_partial,
+)
 
 MAX_SUMS = 64 * 128  # sums of V that fit in the registers of four warps
 LONG = 2048  # minimum capacity of long lists
@@ -241,15 +248,26 @@ def sparse_decode(
     out = AttentionOut(o.reshape(q.shape), lse[:, -group:].reshape(q.shape[:2]))
     if stats is None:
         return out
-    if listed:
+    if stats == "listed_logits":
         lse = lse.reshape(batch, heads, group)
         if selection.dense is not None:  # they report nothing
             lse = jnp.where(count[..., None] > 0, lse, -jnp.inf)
         return out._replace(stats=ListedLogits(ids, count, scores, lse))
+    scores = _placed(scores, layer, selection, stats)
+    return out._replace(stats=Stats(scores, lse[:, 0].reshape(batch, heads)))
+
+
+def _placed(
+    scores: Float32[Array, "B K slots"],
+    layer: LayerCache,
+    selection: Selection,
+    stats: MeanStatsKind,
+) -> Float32[Array, "B K units"]:
+    """Returns the scores of a report, from logits by slot; only read pages of lists are written."""
     pages, size = layer.num_pages, layer.page_size
     if selection.granularity == "page":
-        scores = place_logits(
-            scores.reshape(pairs, -1),
+        return place_logits(
+            scores.reshape(layer.lengths.size, -1),
             selection,
             layer.lengths,
             stats=stats,
@@ -258,9 +276,9 @@ def sparse_decode(
             by_slot=True,
             implementation="triton",
         )
-    elif stats == "page_mass":
-        scores = softmax_partial(scores.reshape(batch, heads, pages, size))[2]
-    return out._replace(stats=Stats(scores, lse[:, 0].reshape(batch, heads)))
+    if stats == "token_logits":
+        return scores
+    return softmax_partial(scores.reshape(*layer.lengths.shape, pages, size))[2]
 
 
 def _inputs(

@@ -63,10 +63,10 @@ def first_units(used, long):
         The number of each head's first unit, and that of all units.
     """
     of_long = tl.where(long, used, 0)
-    before = tl.where(long, of_long, used - of_long)
-    behind = tl.where(long, 0, tl.sum(of_long, 0))
-    counted = tl.where(long, tl.cumsum(of_long, 0), tl.cumsum(used - of_long, 0))
-    return behind + counted - before, tl.sum(used, 0)
+    of_short = used - of_long
+    offset = tl.where(long, 0, tl.sum(of_long, 0))
+    ends = offset + tl.where(long, tl.cumsum(of_long, 0), tl.cumsum(of_short, 0))
+    return ends - used, tl.sum(used, 0)
 
 
 @triton.jit

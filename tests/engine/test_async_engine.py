@@ -335,8 +335,9 @@ def test_dead_engine_thread_fails_requests(monkeypatch):
     with pytest.raises(jsparse.EngineError, match="thread has failed: ZeroDivisionError"):
         asyncio.run(last(engine, PROMPTS[1], options(70)))
     engine.close()
-    with pytest.raises(jsparse.EngineError, match="has been closed"):
-        asyncio.run(last(engine, PROMPTS[1], options(70)))
+    for own in (options(70), options(70, structured_outputs={"regex": "a"})):
+        with pytest.raises(jsparse.EngineError, match="has been closed"):
+            asyncio.run(last(engine, PROMPTS[1], own))
 
 
 def test_requests_wait_only_for_their_own_programs_to_compile(engine, monkeypatch):

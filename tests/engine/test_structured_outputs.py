@@ -39,25 +39,25 @@ def options(nth, **others):
 def expected(params, prompt, wanted, tokens=24):
     """Greedy decoding: a full pass per token, and the likeliest token that may follow."""
     ids, made = TOKENIZER.encode(prompt), []
-    place = wanted and constraint(
+    state = wanted and constraint(
         TOKENIZER,
         StructuredOutputsParams(**wanted),
         frozenset(TOKENIZER.eos_token_ids),
         VOCAB,
         np.asarray(ids),
     )
-    while len(made) < tokens and not (place and place.complete):
+    while len(made) < tokens and not (state and state.complete):
         text = [*ids, *made]
         padded = text + [0] * (64 - len(text))  # one shape
         logits = np.asarray(jsparse.logits(params, padded))[0, len(text) - 1]
-        if place:
-            flags = np.unpackbits(place.allowed().view(np.uint8), bitorder="little")[:VOCAB]
+        if state:
+            flags = np.unpackbits(state.allowed().view(np.uint8), bitorder="little")[:VOCAB]
             logits = np.where(flags, logits, -np.inf)
         made.append(int(logits.argmax()))
         if made[-1] in TOKENIZER.eos_token_ids:
             break
-        if place:
-            place.take(made[-1:])
+        if state:
+            state.take(made[-1:])
     return made
 
 

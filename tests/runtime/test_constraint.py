@@ -24,26 +24,26 @@ def begun(ends=ENDS, prompt=NO_PROMPT, **wanted) -> Constraint:
     return constraint(TOKENIZER, StructuredOutputsParams(**wanted), ends, VOCAB, prompt)
 
 
-def allowed(place: Constraint) -> list[int]:
+def allowed(state: Constraint) -> list[int]:
     """The ids that may follow."""
-    flags = np.unpackbits(place.allowed().view(np.uint8), bitorder="little")
+    flags = np.unpackbits(state.allowed().view(np.uint8), bitorder="little")
     return np.flatnonzero(flags).tolist()
 
 
-def drawn(place: Constraint, rng: np.random.Generator, most: int = 200) -> str | None:
+def drawn(state: Constraint, rng: np.random.Generator, most: int = 200) -> str | None:
     """A random output; None: it is not complete after `most` tokens."""
     made: list[int] = []
-    while not place.complete and len(made) < most:
-        ids = allowed(place)
+    while not state.complete and len(made) < most:
+        ids = allowed(state)
         # random strings rarely end: quotes and brackets are likelier
         weights = [9 if BYTES[token][:1] in b'"}],:' else 1 for token in ids]
         token = int(rng.choice(ids, p=np.array(weights) / sum(weights)))
         if token in ENDS:
             return TOKENIZER.decode(made)
-        place.take([token])
+        state.take([token])
         made.append(token)
-    assert place.error is None
-    return TOKENIZER.decode(made) if place.complete else None
+    assert state.error is None
+    return TOKENIZER.decode(made) if state.complete else None
 
 
 def test_next_tokens_of_choices_are_those_that_lead_to_one():
@@ -51,7 +51,7 @@ def test_next_tokens_of_choices_are_those_that_lead_to_one():
     of_all = [choice.encode() for choice in choices]
     rng = np.random.default_rng(0)
     for _ in range(20):
-        place, made = begun(choice=choices), b""
+        state, made = begun(choice=choices), b""
         while True:
             expected = [
                 token
@@ -62,7 +62,7 @@ def test_next_tokens_of_choices_are_those_that_lead_to_one():
             ]
             expected += [end for end in ENDS if made in of_all]
             # bytes that must follow need not be cut into tokens in every way
-            given = allowed(place)
+            given = allowed(state)
             assert {*given} <= {*expected}, made
             for rest in (choice[len(made) :] for choice in of_all if choice.startswith(made)):
                 assert (
@@ -74,9 +74,9 @@ def test_next_tokens_of_choices_are_those_that_lead_to_one():
             if token in ENDS:
                 break
             made += BYTES[token]
-            place.take([token])
-            assert place.complete == (made in of_all and made != b"yes")
-            if place.complete:
+            state.take([token])
+            assert state.complete == (made in of_all and made != b"yes")
+            if state.complete:
                 break
         assert made in of_all
 
@@ -163,18 +163,18 @@ def test_any_object_and_grammars_of_both_kinds():
 def test_only_ends_of_the_request_end_it():
     (end,), stop = ENDS, TOKENIZER.encode("!")[0]
     for ends, expected in ((frozenset(), []), (frozenset([stop]), [stop]), (ENDS, [end])):
-        place = begun(ends=ends, regex="a+")
-        assert not set(allowed(place)) & {end, stop}
-        place.take(TOKENIZER.encode("a"))
-        assert sorted(set(allowed(place)) & {end, stop}) == expected
+        state = begun(ends=ends, regex="a+")
+        assert not set(allowed(state)) & {end, stop}
+        state.take(TOKENIZER.encode("a"))
+        assert sorted(set(allowed(state)) & {end, stop}) == expected
 
 
 @pytest.mark.parametrize("vocab_size", [len(BYTES), VOCAB, 1000])
 def test_models_may_have_more_logits_than_tokens(vocab_size):
     wanted = StructuredOutputsParams(regex="(?s:.*)")
-    place = constraint(TOKENIZER, wanted, ENDS, vocab_size, NO_PROMPT)
-    assert place.allowed().shape == (-(-vocab_size // 32),)
-    ids = allowed(place)
+    state = constraint(TOKENIZER, wanted, ENDS, vocab_size, NO_PROMPT)
+    assert state.allowed().shape == (-(-vocab_size // 32),)
+    ids = allowed(state)
     assert TOKENIZER.encode("a")[0] in ids and max(ids) < len(BYTES)
 
 
@@ -201,10 +201,10 @@ def test_many_choices_and_long_chains_of_rules_compile():
 
 
 def test_copies_are_independent():
-    place = begun(choice=["ab", "cd"])
-    other = place.copy()
-    place.take(TOKENIZER.encode("a"))
-    assert allowed(place) != allowed(other) == allowed(begun(choice=["ab", "cd"]))
+    state = begun(choice=["ab", "cd"])
+    other = state.copy()
+    state.take(TOKENIZER.encode("a"))
+    assert allowed(state) != allowed(other) == allowed(begun(choice=["ab", "cd"]))
 
 
 def test_reasoning_is_free_and_precedes_the_output():
@@ -213,22 +213,22 @@ def test_reasoning_is_free_and_precedes_the_output():
     free = [token for token in range(len(BYTES)) if token not in ENDS]
     for opened in (False, True):
         prompt = np.array(TOKENIZER.encode("x<think>\n" if opened else "x"))
-        place = begun(prompt=prompt, choice=["a"], after_reasoning=True)
+        state = begun(prompt=prompt, choice=["a"], after_reasoning=True)
         if not opened:
-            assert allowed(place) == sorted([*a, *think])
-            at_once = place.copy()
+            assert allowed(state) == sorted([*a, *think])
+            at_once = state.copy()
             at_once.take(a)
             assert at_once.complete
-            place.take(think)
-        place.take(TOKENIZER.encode("never mind a</thin"))
-        assert allowed(place) == free
-        place.take([VOCAB - 1])  # a token without bytes
-        place.take(TOKENIZER.encode("k>"))
-        assert allowed(place) == a and not place.complete
-        place.take(a)
-        assert place.complete
-    place = begun(choice=["a"])
-    assert allowed(place) == a
+            state.take(think)
+        state.take(TOKENIZER.encode("never mind a</thin"))
+        assert allowed(state) == free
+        state.take([VOCAB - 1])  # a token without bytes
+        state.take(TOKENIZER.encode("k>"))
+        assert allowed(state) == a and not state.complete
+        state.take(a)
+        assert state.complete
+    state = begun(choice=["a"])
+    assert allowed(state) == a
 
 
 def test_bits_are_those_of_the_ids():
@@ -280,10 +280,10 @@ def test_tags_of_calls_may_be_special_tokens(special):
     tool = {"function": {"name": "f", "parameters": {"properties": {"a": {"const": 1}}}}}
     grammar = calls_only("hermes", [tool], several=False, special_tags=special)
     wanted, made = StructuredOutputsParams(grammar=grammar), []
-    place = constraint(tokenizer, wanted, ENDS, VOCAB, NO_PROMPT)
-    while not place.complete:
-        made.append(allowed(place)[-1])  # tags are the last tokens
-        place.take(made[-1:])
+    state = constraint(tokenizer, wanted, ENDS, VOCAB, NO_PROMPT)
+    while not state.complete:
+        made.append(allowed(state)[-1])  # tags are the last tokens
+        state.take(made[-1:])
     text = tokenizer.decode(made, skip_special_tokens=False)
     (call,) = split_tool_calls(text).calls
     assert call.name == "f" and json.loads(call.arguments) in ({}, {"a": 1})

@@ -118,7 +118,7 @@ def test_arguments_may_refer_to_definitions(url):
     tool = {"type": "function", "function": {"name": "go", "parameters": parameters}}
     made = chat(url, tools=[tool], tool_choice="required", parallel_tool_calls=False)
     (call,) = made["message"]["tool_calls"]
-    City.model_validate(json.loads(call["function"]["arguments"])["to"])
+    assert City.model_validate(json.loads(call["function"]["arguments"])["to"])
 
 
 def test_output_that_the_grammar_refuses_later_is_the_clients_error(url):
