@@ -101,6 +101,7 @@ def test_pytest_without_links_reports_it(without_links):
     assert "Traceback" not in ran.stderr
 
 
+@pytest.mark.slow
 def test_sdist_has_no_tests_rather_than_some(wheel):
     command = [UV, "build", "--sdist", "--quiet", "--python", sys.executable]
     source = wheel.parents[1]

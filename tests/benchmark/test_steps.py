@@ -58,6 +58,7 @@ def test_lower_bound_counts_weights_and_attended_tokens(measured):
     assert streaming["over_floor"] == streaming["ms"]["median"] / streaming["floor_ms"]
 
 
+@pytest.mark.slow
 def test_model_on_two_devices_has_the_same_shares_and_half_the_bytes(measured):
     params, one = measured
     two = steps.measure(spread(params, 2), [STREAMING], contexts=(64,), num_iters=2, bandwidth=2e9)

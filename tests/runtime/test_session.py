@@ -226,6 +226,7 @@ def test_further_turn_after_an_eviction_is_refused_by_name():
     assert str(error.value).startswith(f"policy={policy}: ")
 
 
+@pytest.mark.slow
 def test_second_prompt_after_an_eviction_is_refused():
     params = tiny_params(num_layers=1)
     made = Session(params, parse(EVICTORS[0]), spec_of(params, len(PROMPTS), page_size=PAGE))

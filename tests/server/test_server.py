@@ -382,6 +382,7 @@ async def crowd(url, service, expected):
         await asyncio.gather(*map(one, range(64)))
 
 
+@pytest.mark.slow
 def test_crowd_with_half_of_the_clients_hanging_up(client, url, service):
     expected = [
         client.completions.create(prompt=f"w{nth} w2", max_tokens=20, **GREEDY).choices[0].text

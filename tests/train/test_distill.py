@@ -155,6 +155,7 @@ def best(logits, keep):
     )
 
 
+@pytest.mark.slow
 def test_hidden_states_are_compared_before_the_head(given):
     logits = partial(head, PARAMS.weights)
     teacher = given._replace(outputs=student(None, given, match="hidden"))
@@ -171,6 +172,7 @@ def moved(place, step):
     return gates
 
 
+@pytest.mark.slow
 def test_gates_of_the_first_layer_have_no_effect(given):
     assert distance(moved(0, -1), given) == distance(GATES, given)
     np.testing.assert_array_equal(np.asarray(gradient(GATES, given))[0], 0)

@@ -93,6 +93,7 @@ def lost(worth, z):
     return jnp.sum(worth * (1 - z[1:]) ** 2)
 
 
+@pytest.mark.slow
 def test_default_settings_end_at_the_target_with_the_best_heads():
     """Of 90 gates of very different values 11 must stay; 12 seeds."""
     problem = Settings(target=11, penalty="ascent", family="hard_kuma", steps=1000)
