@@ -50,9 +50,6 @@ SAMPLING: Mapping[str, Refusal] = {
     "length_penalty": Refusal(_BEAMS, 1.0),
     "logits_processors": Refusal(_PROCESSORS, []),
     "output_kind": Refusal("must not be given; outputs hold everything so far"),
-    "prompt_logprobs": Refusal(
-        "log-probabilities of the prompt are not supported; jsparse.logits(params, ids) gives them"
-    ),
     "spaces_between_special_tokens": Refusal("must be True", True),
     "truncate_prompt_tokens": Refusal("must not be given; cut the prompt's token ids"),
     "use_beam_search": Refusal(_BEAMS, False),
@@ -155,7 +152,7 @@ ENGINE: Mapping[str, Refusal] = {
 
 ANSWER: Mapping[str, Refusal] = {
     "lora_request": Refusal(_LORA),
-    "priority": Refusal("requests have no priority"),
+    "priority": Refusal("use SamplingParams(priority=…)"),
     "prompt_token_ids": Refusal("give token ids as the prompts"),
 }
 """vLLM's names, for `LLM.generate`."""

@@ -142,6 +142,14 @@ class Tokenizer:
         """The ids of the special tokens by their text; `decode` omits them by default."""
         return self._spelled_tokens.ids
 
+    @property
+    def named_tokens(self) -> dict[str, str]:
+        """The texts of tokens with a role, by name, such as bos_token and eos_token."""
+        own = {"bos_token": self._bos_token, "eos_token": self._eos_token}
+        return self._named_tokens | {
+            name: token for name, token in own.items() if token is not None
+        }
+
     def control_token_ids(self) -> list[int]:
         """Returns the ids of the tokens that are not text, such as the end of a turn."""
         special = set(self.control_tokens.values())
@@ -164,9 +172,7 @@ class Tokenizer:
             raise ValueError(
                 "chat_template is None: this checkpoint has no chat template, pass it plain text"
             )
-        named = {"bos_token": self._bos_token, "eos_token": self._eos_token}
-        variables: dict[str, Any] = dict(self._named_tokens)
-        variables |= {name: token for name, token in named.items() if token is not None}
+        variables: dict[str, Any] = self.named_tokens
         variables |= {
             "tools": None,
             "documents": None,

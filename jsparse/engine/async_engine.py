@@ -21,7 +21,6 @@ from jsparse.engine.loading import load_engine
 from jsparse.engine.outputs import RequestOutput
 from jsparse.engine.request_state import RequestState
 from jsparse.engine.runner import choice_of
-from jsparse.engine.sizes import SamplingMode
 from jsparse.models.checkpoint import Params
 from jsparse.names import ENGINE, takes
 from jsparse.policy import AnyPolicy
@@ -171,7 +170,7 @@ class AsyncEngine:
             request = replace(request, stream=request.stream + nth % STREAMS)
             text = prompt if isinstance(prompt, str) else None
             del prompt, rows  # the request has them as an array
-            await self._compiled(choice_of(request), listener)
+            await self._compiled(request, listener)
             self._call_on_thread(lambda: self._add(request, name, text, listener))
             finished = False
             while not finished:
@@ -186,21 +185,26 @@ class AsyncEngine:
             with suppress(EngineError):
                 self._call_on_thread(lambda: self._leave(name, listener))
 
-    async def _compiled(self, choice: SamplingMode, listener: _Listener) -> None:
+    async def _compiled(self, request: Request, listener: _Listener) -> None:
         """Waits while a request's programs are in compilation, so that it stalls no others.
 
         Raises:
             EngineFull: too many requests are waiting.
         """
-        if not self.engine.programs.coming(choice):
+        programs = self.engine.programs
+        scored = request.sampling.prompt_logprobs is not None
+        coming = partial(programs.coming, choice_of(request), scored=scored)
+        if not coming():
             return
+        if scored:
+            self._call_on_thread(programs.expect_scored)
         if self._waiting >= self._max_waiting:
             raise EngineFull(
                 f"{self._waiting} requests wait: must be at most max_waiting={self._max_waiting}"
             )
         self._waiting += 1
         try:
-            while self.alive and not listener.aborted and self.engine.programs.coming(choice):
+            while self.alive and not listener.aborted and coming():
                 await asyncio.sleep(POLL_SECONDS)
         finally:
             self._waiting -= 1

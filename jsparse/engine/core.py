@@ -217,6 +217,8 @@ class Engine:
                 max_tokens=single.sampling.max_tokens,
                 arrival=now,
                 cache_salt=single.sampling.cache_salt,
+                priority=single.sampling.priority,
+                scored=index == 0 and single.sampling.prompt_logprobs is not None,
                 stepwise=single.constraint is not None,
             )
             state.seqs.append(seq)
@@ -308,6 +310,9 @@ class Engine:
     def _take(self, pending: PendingResults, *, timed: bool) -> list[RequestState]:
         """Records one program's results; returns the requests that got tokens."""
         results, now, updates = self._runner.results(pending), self._clock(), []
+        for number, scores in self._runner.prompt_scores(pending):
+            if number in self._live:
+                self._live[number][2].take_prompt(scores)
         # programs run one after another
         took = 1e3 * (now - max(self._taken, pending.dispatched)) if timed else None
         if took is not None:

@@ -104,7 +104,7 @@ class Memory:
         """Returns the number of leading blocks of a prompt that are cached and may be shared."""
         sizes = self.sizes
         maximum = len(seq.ids) - max(1, self.rules.window)
-        known = self.pool.num_cached(seq.keys) * sizes.block_tokens
+        known = 0 if seq.scored else self.pool.num_cached(seq.keys) * sizes.block_tokens
         return sizes.hit_end(max(0, min(maximum, known))) // sizes.block_tokens
 
     def take_over(self, seq: SequenceState) -> None:

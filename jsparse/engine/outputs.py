@@ -5,7 +5,7 @@ from functools import cached_property
 
 import numpy as np
 
-from jsparse.runtime.collecting import CompletionOutput
+from jsparse.runtime.collecting import CompletionOutput, Logprob, PromptScores, named_logprobs
 
 
 @dataclass
@@ -42,6 +42,9 @@ class RequestOutput:
         metrics: the times of the request.
         finished: whether all completions are finished.
         policy: the policy that decoded them, with the hyper-parameters that this request set.
+        prompt_scores: the log-probabilities of the prompt's tokens, as arrays; the first token's
+            are meaningless. None unless requested.
+        num_prompt_logprobs: the number of most likely tokens in `prompt_logprobs`.
     """
 
     request_id: str
@@ -52,8 +55,26 @@ class RequestOutput:
     metrics: RequestMetrics
     finished: bool
     policy: str
+    prompt_scores: PromptScores | None = None
+    num_prompt_logprobs: int = 0
 
     @cached_property
     def prompt_token_ids(self) -> list[int]:
         """The prompt's ids as a list, as in vLLM; created on first use."""
         return self.prompt_ids.tolist()
+
+    @cached_property
+    def prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
+        """Per token of the prompt, as in vLLM: {token id: Logprob}, and None for the first.
+
+        Each has the most likely tokens after those before it, and this one. None unless requested.
+        Computed on first access.
+        """
+        if self.prompt_scores is None:
+            return None
+        scores, ids = self.prompt_scores, self.prompt_token_ids
+        own = scores.logprobs.tolist(), scores.tops(self.num_prompt_logprobs), scores.ranks.tolist()
+        # an aborted request may have only the first ones
+        rows = zip(ids[: len(own[0])], *own, strict=True)
+        named = [named_logprobs(self.outputs[0].tokenizer, *row) for row in rows]
+        return [None, *named[1:]]

@@ -8,15 +8,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float32, Int32, Shaped
+from jax.scipy.special import logsumexp
+from jaxtyping import Array, Float, Float32, Int32, Shaped
 
 from jsparse.engine.setup import EngineSpec
 from jsparse.engine.sizes import SamplingMode
-from jsparse.runtime.collecting import NewTokens, shares
+from jsparse.models.transformer import Decoder, Weights, to_logits
+from jsparse.runtime.collecting import NewTokens, PromptScores, shares
 from jsparse.runtime.rows import Step
 from jsparse.runtime.sampling import ChooseFn, greedy, sampled, top_logprobs
 from jsparse.runtime.speculation import VerificationRound
-from jsparse.shapes import Rows
+from jsparse.shapes import Rows, Tokens
 
 # The results of n steps for each row: the token, and the bits of its log-probability and of the
 # attended and read shares; on request, also the shares of each layer, and the likeliest tokens with
@@ -27,6 +29,9 @@ Packed = Int32[Array, "n B w"]
 # Markers past a row's last token of a round: a draft that was rejected, or followed a rejected one;
 # no draft.
 REJECTED, NOT_DRAFTED = -1, -2
+
+# the tokens of a chunk whose logits are in memory at once
+SCORED_AT_ONCE = 128
 
 CHOICES: dict[SamplingMode, ChooseFn] = {"greedy": greedy, "sampled": sampled, "top": sampled}
 
@@ -93,6 +98,41 @@ def unpack(steps: np.ndarray, num_layers: int, layer_stats: bool) -> NewTokens:
         top=(steps[:, at : at + half], floats[:, at + half :]) if half else None,
         drafted=drafted,
     )
+
+
+def pack_scores(
+    decoder: Decoder, weights: Weights, before: Float[Array, "R T D"], tokens: Tokens
+) -> Packed:
+    """Returns the log-probabilities of a chunk's tokens.
+
+    `before` has the hidden state before each token. Each token has the bits of its log-probability,
+    its rank, and the likeliest tokens with theirs.
+    """
+    rows, size, width = before.shape
+    block = min(SCORED_AT_ONCE, rows * size)
+    padding = -rows * size % block
+    hidden = jnp.pad(before.reshape(-1, width), ((0, padding), (0, 0)))
+    ids = jnp.pad(tokens.ravel(), (0, padding))
+
+    def scores(part: tuple[Array, Array]) -> Int32[Array, "n w"]:
+        hidden, ids = part
+        logits = to_logits(decoder, weights, hidden)
+        own = jnp.take_along_axis(logits, ids[:, None], axis=1)
+        rank = 1 + jnp.sum(logits > own, axis=1, dtype=jnp.int32)
+        logprobs, likeliest = own - logsumexp(logits, axis=1, keepdims=True), top_logprobs(logits)
+        parts = _bits(logprobs), rank[:, None], likeliest.ids, _bits(likeliest.logprobs)
+        return jnp.concatenate(parts, axis=1)
+
+    found = jax.lax.map(scores, (hidden.reshape(-1, block, width), ids.reshape(-1, block)))
+    found = found.reshape(-1, found.shape[-1])[: rows * size]
+    return found.reshape(rows, size, -1).swapaxes(0, 1)
+
+
+def unpack_scores(scores: np.ndarray) -> PromptScores:
+    """Returns the log-probabilities of one row of a chunk, [n, w]."""
+    scores = np.ascontiguousarray(scores)  # a view would keep those of all rows
+    floats, top = scores.view(np.float32), scores.shape[1] // 2 + 1
+    return PromptScores(floats[:, 0], scores[:, 1], scores[:, 2:top], floats[:, top:])
 
 
 def _bits(x: Float32[Array, "B n"]) -> Int32[Array, "B n"]:

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array, Int32
 
 from jsparse.cache import ReadOnly
-from jsparse.engine.packing import CHOICES, Packed, pack_for
+from jsparse.engine.packing import CHOICES, Packed, pack_for, pack_scores
 from jsparse.engine.program_record import NewRequest, engine_program
 from jsparse.engine.setup import EngineSpec
 from jsparse.engine.sizes import MAX_PREFILLS, EngineSizes, SamplingMode
@@ -18,7 +18,7 @@ from jsparse.host_memory.pages import Leaving
 from jsparse.models.transformer import Weights, to_logits
 from jsparse.policy import Policy
 from jsparse.runtime.compilation import inlined, note_trace
-from jsparse.runtime.prefill import PrefillCarry, prefill_chunk, replay_chunk
+from jsparse.runtime.prefill import PrefillCarry, prefill_tokens, replay_chunk
 from jsparse.runtime.program_set import ProgramKey
 from jsparse.runtime.rows import Batch, first_tokens, no_recent
 from jsparse.runtime.sampling import RowSampling, row_sampling
@@ -73,11 +73,12 @@ def no_chunks(spec: EngineSpec, size: tuple[int, ...]) -> tuple[np.ndarray, Pref
     return np.zeros(size, np.int32), PrefillRows(**columns)
 
 
-def _prefill_keys(sizes: EngineSizes, *_: Any) -> list[ProgramKey]:
+def prefill_keys(sizes: EngineSizes, *_: Any, scored: bool = False) -> list[ProgramKey]:
+    """Returns the keys of all programs; prompts with log-probabilities are prefilled alone."""
     full = sizes.full_sizes
     return [
-        prefill.key(rows, size, last=last)
-        for rows in sizes.prefill_rows
+        prefill.key(rows, size, last=last, scored=scored)
+        for rows in ((1,) if scored else sizes.prefill_rows)
         for size in {*full, *sizes.tails}
         if rows == 1 or size <= sizes.packed_tokens
         for last in ((True, False) if size in full else (True,))
@@ -86,13 +87,14 @@ def _prefill_keys(sizes: EngineSizes, *_: Any) -> list[ProgramKey]:
 
 def _chunk_keys(sizes: EngineSizes, request: NewRequest) -> list[ProgramKey]:
     chunks = sizes.chunks(request.start, request.end)
-    return [prefill.key(1, size, last=last) for size, last in chunks]
+    return [prefill.key(1, size, last=last, scored=request.scored) for size, last in chunks]
 
 
 @engine_program(
     "last",
+    "scored",
     placeholders=no_chunks,
-    keys_of_engine=_prefill_keys,
+    keys_of_engine=prefill_keys,
     keys_of_request=_chunk_keys,
     out=(SHARDED, REPLICATED, REPLICATED),
 )
@@ -103,27 +105,28 @@ def prefill(
     inputs: PrefillRows,
     *,
     last: bool,
+    scored: bool,
     weights: Weights,
     read_only: ReadOnly,
-) -> tuple[Slots, Rows, tuple[Leaving, ...]]:
-    """Prefills one chunk of each of some prompts; also returns where their next chunks start.
+) -> tuple[Slots, Rows | Packed, tuple[Leaving, ...]]:
+    """Prefills one chunk of each of some prompts.
 
-    The last result is the pages of the chunks, by layer, if K and V are in host memory.
+    Also returns the log-probabilities of its tokens if `scored`, else where the next chunks start,
+    and the pages of the chunks, by layer, if K and V are in host memory.
     """
     note_trace()
     size = tokens.shape[1]
-    carry = inlined(prefill_chunk)(
-        spec.decoder,
-        spec.policy,
-        weights,
-        tokens,
-        valid=inputs.valid,
-        carry=carry_of(spec, slots, inputs, inputs.start, size),
-        read_only=read_only,
-        last=last,
+    before = carry_of(spec, slots, inputs, inputs.start, size)
+    carry, hidden = prefill_tokens(
+        spec.decoder, spec.policy, weights, tokens, inputs.valid, before, read_only, last=last
     )
     leaving = spec.memory.leaving(carry.cache, inputs.start, size)
-    return *_after(spec, slots, inputs, carry), leaving
+    slots, end = _after(spec, slots, inputs, carry)
+    if not scored:
+        return slots, end, leaving
+    # the first token follows the last chunk's newest one
+    hidden = jnp.concatenate([before.last_hidden[:, None], hidden[:, :-1]], axis=1)
+    return slots, pack_scores(spec.decoder, weights, hidden, tokens), leaving
 
 
 def _replay_keys(sizes: EngineSizes, policy: Policy, *_: Any) -> list[ProgramKey]:

@@ -21,6 +21,7 @@ class NewRequest(NamedTuple):
         new_tokens: the most tokens of its completion.
         rows: the number of rows that decode with it, itself included.
         choice: its sampling mode.
+        scored: whether it wants the log-probabilities of its prompt.
     """
 
     start: int
@@ -28,6 +29,7 @@ class NewRequest(NamedTuple):
     new_tokens: int
     rows: int
     choice: SamplingMode
+    scored: bool = False
 
 
 def no_keys(*_: Any) -> list[ProgramKey]:

@@ -23,7 +23,7 @@ from jsparse.engine.decode_programs import (
 )
 from jsparse.engine.evict_programs import evict
 from jsparse.engine.move_programs import swap_in, swap_out
-from jsparse.engine.prefill_programs import join, prefill, replay, start
+from jsparse.engine.prefill_programs import join, prefill, prefill_keys, replay, start
 from jsparse.engine.program_record import NewRequest
 from jsparse.engine.setup import EngineSpec
 from jsparse.engine.sizes import EngineSizes, SamplingMode
@@ -121,16 +121,23 @@ class Programs(ProgramSet):
         self._prepared = tuple({*self._prepared, *choices})
         return new
 
-    def coming(self, choice: SamplingMode) -> bool:
+    def expect_scored(self) -> None:
+        """Starts to compile the programs for log-probabilities of prompts."""
+        self.expect(prefill_keys(self._sizes, scored=True))
+
+    def coming(self, choice: SamplingMode, *, scored: bool = False) -> bool:
         """Returns whether prepared programs of this sampling mode are still being compiled.
 
-        A request that needs one would stall all others until then.
+        If `scored`, also those for log-probabilities of prompts, after `expect_scored`. A request
+        that needs one would stall all others until then.
         """
         if choice not in self._prepared:
             return False
         needed = engine_keys(self._sizes.of_rows(-1), self._made_for.policy, [choice])
-        jobs = (self._made.get(each) for each in needed)
-        return any(job is not None and not job.done() for job in jobs)
+        jobs = [self._made.get(each) for each in needed]
+        if any(job is not None and not job.done() for job in jobs):
+            return True
+        return scored and not all(map(self.ready, prefill_keys(self._sizes, scored=True)))
 
     def usable_rows(self, count: int) -> int:
         """Returns the size of the smallest compiled program for at least `count` rows.

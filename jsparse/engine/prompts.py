@@ -73,13 +73,17 @@ class Prompts:
     def _together(self, candidates: list[SequenceState], first: NextChunk) -> list[SequenceState]:
         """Returns the sequences whose chunks share a program with the first candidate's.
 
-        A program for several prompts is used only if their tokens fill at least half of it.
+        A program for several prompts is used only if their tokens fill at least half of it, and
+        none of them wants log-probabilities.
         """
+        if candidates[0].scored:
+            return candidates[:1]
         chosen, keys = [], set()
         for seq in candidates[: max(self._sizes.prefill_rows)]:
             chunk = self.next_chunk(seq)
             # of prompts with equal blocks, one computes them and the others adopt them
-            if chunk[1:4] == first[1:4] and (chunk.key is None or chunk.key not in keys):
+            alike = chunk[1:4] == first[1:4] and not seq.scored
+            if alike and (chunk.key is None or chunk.key not in keys):
                 chosen.append(seq)
                 keys.add(chunk.key)
         if first.size <= self._sizes.packed_tokens and not first.replay:

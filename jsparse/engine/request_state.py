@@ -108,4 +108,6 @@ class RequestState:
             self.metrics,
             all(seq.finish_reason is not None for seq in outputs),
             self.policy,
+            self.builders[0].of_prompt,
+            self.builders[0].request.sampling.prompt_logprobs or 0,
         )

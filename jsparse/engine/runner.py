@@ -5,7 +5,7 @@ It waits only for swaps, to limit the number of copies in flight.
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import jax
@@ -17,7 +17,7 @@ from jsparse.engine.constraint_programs import constrain, rows_at_once
 from jsparse.engine.decode_programs import decode, decode_key, service
 from jsparse.engine.evict_programs import evict_key
 from jsparse.engine.move_programs import MovedGroups, SwappedPages, no_groups, swap_in, swap_out
-from jsparse.engine.packing import CHOICES, unpack
+from jsparse.engine.packing import CHOICES, unpack, unpack_scores
 from jsparse.engine.prefill_programs import join, prefill, replay, start
 from jsparse.engine.program_record import NewRequest
 from jsparse.engine.programs import Programs
@@ -28,7 +28,7 @@ from jsparse.engine.step_plan import Chunk, DecodePlan, Move, PrefillPlan, RowPl
 from jsparse.engine.tail_programs import leave, refill
 from jsparse.host_memory import pages as host_pages
 from jsparse.host_memory.pages import HostLayers, Leaving, device_sharding, host_sharding
-from jsparse.runtime.collecting import NewTokens, OutputBuilder
+from jsparse.runtime.collecting import NewTokens, OutputBuilder, PromptScores
 from jsparse.runtime.constraint import allowed
 from jsparse.runtime.prefill import settle
 from jsparse.runtime.program_set import ProgramKey
@@ -46,6 +46,9 @@ class PendingResults(NamedTuple):
         packed: as in `packing.Packed`; for a chunk that is not its prompt's last, any numbers.
         rows: the sequences, with their rows in `packed` and their steps.
         work: the plan of the program.
+        scores: the log-probabilities of a chunk's tokens, as `packing.pack_scores` returns them;
+            None: no sequence wants them.
+        scored: the sequences that want them, with their rows in `scores` and their tokens.
         dispatched: when its dispatch began, in seconds, after any compilation.
         milliseconds: its expected time.
     """
@@ -53,6 +56,8 @@ class PendingResults(NamedTuple):
     packed: Array
     rows: list[tuple[int, int, int]]
     work: PrefillPlan | DecodePlan
+    scores: Array | None = None
+    scored: Sequence[tuple[int, int, int]] = ()
     dispatched: float = 0
     milliseconds: float = 0
 
@@ -134,6 +139,8 @@ class Runner:
         self._copying.clear()
         for results in pending:
             results.packed.copy_to_host_async()
+            if results.scores is not None:
+                results.scores.copy_to_host_async()
         return pending
 
     def results(self, pending: PendingResults) -> list[tuple[int, NewTokens, int]]:
@@ -144,6 +151,15 @@ class Runner:
             (seq, unpack(packed[:steps, row], layers, layer_stats), steps)
             for seq, row, steps in pending.rows
         ]
+
+    def prompt_scores(self, pending: PendingResults) -> list[tuple[int, PromptScores]]:
+        """Waits for the log-probabilities of a chunk's tokens; returns them by sequence."""
+        scores = np.asarray(pending.scores) if pending.scored else np.zeros(0)
+        return [(seq, unpack_scores(scores[:count, row])) for seq, row, count in pending.scored]
+
+    def _wants_scores(self, seq: int) -> bool:
+        output = self._output_of(seq)
+        return output.index == 0 and output.request.sampling.prompt_logprobs is not None
 
     def forget(self) -> None:
         """Releases host memory."""
@@ -161,7 +177,8 @@ class Runner:
         chunk = plan.chunks[0]
         request = self._request_of(chunk.seq)
         rows = min(live, self._spec.sizes.num_slots)
-        rest = request.sampling.max_tokens, rows, choice_of(request)
+        scored = request.sampling.prompt_logprobs is not None
+        rest = request.sampling.max_tokens, rows, choice_of(request), scored
         self._programs.expect_request(NewRequest(chunk.start, len(request.ids), *rest))
 
     def _prefill(self, plan: PrefillPlan) -> PendingResults:
@@ -178,11 +195,20 @@ class Runner:
             of_row = (chunk.slot, chunk.place, chunk.fresh, chunk.start, chunk.valid)
             for column, value in zip(inputs[:-1], of_row, strict=True):
                 column[row] = value
-        key = replay.key(*size) if plan.replay else prefill.key(*size, last=plan.last)
+        wanting = [
+            (chunk.seq, row, chunk.valid)
+            for row, chunk in enumerate(chunks)
+            if self._wants_scores(chunk.seq) and not plan.replay
+        ]
+        scored = len(wanting) > 0
+        key = prefill.key(*size, last=plan.last, scored=scored)
+        if plan.replay:
+            key = replay.key(*size)
         self._slots, done, leaving = self._programs.run(key, self._slots, tokens, inputs)
         self._store(leaving)
+        scores = (done if scored else None), wanting
         if not plan.last:
-            return PendingResults(done, [], plan)
+            return PendingResults(done, [], plan, *scores)
         for chunk in chunks:
             if chunk.kept:
                 self._evict(chunk)
@@ -199,7 +225,7 @@ class Runner:
         knobs = knob_rows([*of_chunks, *neutral_rows], spec.knobs)
         self._slots, packed = self._programs.run(key, self._slots, inputs.slots, sampling, knobs)
         firsts = [(chunk.seq, row, 1) for row, chunk in enumerate(chunks)]
-        return PendingResults(packed, firsts, plan)
+        return PendingResults(packed, firsts, plan, *scores)
 
     def _store(self, leaving: tuple[Leaving, ...]) -> None:
         """Writes pages into host memory."""

@@ -63,7 +63,7 @@ class Scheduler:
         self._can_run = can_run
         self.memory = Memory(sizes, rules)
         self.pool = self.memory.pool
-        self.waiting: list[tuple[float, int, SequenceState]] = []
+        self.waiting: list[tuple[tuple[int, float], int, SequenceState]] = []
         self.decoding: list[SequenceState] = []
         self.swapped: list[SequenceState] = []
         self._stall = StallBudget(sizes, latency, self._rows_for, self.decoding)
@@ -169,7 +169,7 @@ class Scheduler:
         seq.phase = Phase.ENDED
 
     def _admit(self) -> None:
-        """Gives free slots and memory to waiting sequences, the shortest first.
+        """Gives free slots and memory to waiting sequences, by rank.
 
         No sequence is admitted while another is swapped out.
         """

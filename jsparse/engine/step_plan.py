@@ -44,6 +44,8 @@ class SequenceState:
         kept_groups: the groups for the compressed prompt, if the policy evicts.
         joined: its position in the order in which sequences started to decode.
         swapped: the number of its groups in host memory.
+        priority: sequences with a smaller one start first.
+        scored: whether all tokens of the prompt are computed, although some may be cached.
         stepwise: whether its next token may be planned only when all before it are known.
         known: the number of tokens whose results have arrived.
         acceptance: that of its drafts.
@@ -70,6 +72,8 @@ class SequenceState:
     kept_groups: list[int] = field(default_factory=list)
     joined: int = 0
     swapped: int = 0
+    priority: int = 0
+    scored: bool = False
     stepwise: bool = False
     known: int = 0
     acceptance: Acceptance = field(default_factory=Acceptance)
@@ -80,12 +84,13 @@ class SequenceState:
         return [*(group for block in self.blocks for group in block.groups), *self.private_groups]
 
     @property
-    def rank(self) -> float:
+    def rank(self) -> tuple[int, float]:
         """The rank in the order of prefill, the smallest first.
 
         All waiting sequences age alike, so the current time does not matter.
         """
-        return len(self.ids) - self.prefilled + self.arrival * TOKENS_PER_SECOND
+        left = len(self.ids) - self.prefilled
+        return self.priority, left + self.arrival * TOKENS_PER_SECOND
 
 
 class Chunk(NamedTuple):

@@ -2,7 +2,7 @@
 
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -33,6 +33,21 @@ class Logprob:
     logprob: float
     rank: int | None = None
     decoded_token: str | None = None
+
+
+def named_logprobs(
+    tokenizer: Tokenizer | None,
+    token: int,
+    logprob: float,
+    top: Mapping[int, float],
+    rank: int | None = None,
+) -> dict[int, Logprob]:
+    """Returns a token and the most likely ones, by id; `rank` is the token's if not among them."""
+    ranks = {token: rank} | {other: nth for nth, other in enumerate(top, 1)}
+    return {
+        other: Logprob(value, ranks[other], tokenizer and tokenizer.token_text(other))
+        for other, value in ({token: logprob} | {**top}).items()
+    }
 
 
 @dataclass
@@ -83,21 +98,9 @@ class CompletionOutput:
             return None
         tops = self.top_logprobs or [{} for _ in self.token_ids]
         return [
-            self._named(top, token, logprob)
+            named_logprobs(self.tokenizer, token, logprob, top)
             for token, logprob, top in zip(self.token_ids, self.token_logprobs, tops, strict=True)
         ]
-
-    def _named(self, top: dict[int, float], token: int, logprob: float) -> dict[int, Logprob]:
-        ranks = {other: rank for rank, other in enumerate(top, 1)}
-        return {
-            other: Logprob(value, ranks.get(other), self._text(other))
-            for other, value in ({token: logprob} | top).items()
-        }
-
-    def _text(self, token: int) -> str | None:
-        if self.tokenizer is None:
-            return None
-        return self.tokenizer.token_text(token)
 
 
 class NewTokens(NamedTuple):
@@ -117,6 +120,26 @@ class NewTokens(NamedTuple):
     layers: np.ndarray | None = None
     top: tuple[np.ndarray, np.ndarray] | None = None
     drafted: int = 0
+
+
+class PromptScores(NamedTuple):
+    """The log-probabilities of n consecutive tokens of a prompt, each given those before it.
+
+    Attributes:
+        logprobs: each token's under the model's own softmax, float32 [n].
+        ranks: 1 for the most likely token, 2 for the next, int32 [n].
+        top_ids, top_logprobs: the most likely tokens and their log-probabilities, [n, top].
+    """
+
+    logprobs: np.ndarray
+    ranks: np.ndarray
+    top_ids: np.ndarray
+    top_logprobs: np.ndarray
+
+    def tops(self, count: int) -> list[dict[int, float]]:
+        """Returns the `count` most likely tokens instead of each token, by id."""
+        ids, logprobs = (each[:, :count].tolist() for each in self[2:])
+        return [dict(zip(*each, strict=True)) for each in zip(ids, logprobs, strict=True)]
 
 
 def text_stream(
@@ -185,6 +208,7 @@ class OutputBuilder:
         self.layers: np.ndarray | None = None
         self._layers: list[np.ndarray] = []
         self._keep_layers = keep_layers
+        self._of_prompt: list[PromptScores] = []
         self._logprob = 0.0
         self._tokenizer, self._stream = tokenizer, text_stream(tokenizer, request, turn)
         self._unread: list[int] = []
@@ -203,6 +227,18 @@ class OutputBuilder:
             if numbers < len(new.ids) and not self.finish:
                 self.finish, self.error = "error", NAN_LOGITS
         return count
+
+    def take_prompt(self, scores: PromptScores) -> None:
+        """Adds the log-probabilities of the prompt's next tokens."""
+        with self._lock:
+            self._of_prompt.append(scores)
+
+    @property
+    def of_prompt(self) -> PromptScores | None:
+        """The log-probabilities of the prompt's tokens so far; None if there are none."""
+        with self._lock:
+            parts = list(self._of_prompt)
+        return PromptScores(*map(np.concatenate, zip(*parts, strict=True))) if parts else None
 
     def _end_within(self, ids: Sequence[int]) -> int:
         """Returns how many of these ids belong to the sequence, and ends it if they end it."""

@@ -167,6 +167,21 @@ def prefill_chunk(
 
     Rows at the end of their prompt have valid = 0 and do not change.
     """
+    return prefill_tokens(decoder, policy, weights, tokens, valid, carry, read_only, last=last)[0]
+
+
+def prefill_tokens(
+    decoder: Decoder,
+    policy: Policy,
+    weights: Weights,
+    tokens: Tokens,
+    valid: Rows,
+    carry: PrefillCarry,
+    read_only: ReadOnly = NOTHING,
+    *,
+    last: bool,
+) -> tuple[PrefillCarry, Float[Array, "B T D"]]:
+    """Prefills a chunk as `prefill_chunk` does; also returns the tokens' hidden states."""
     view, state = step_view(carry.cache, read_only), carry.state
     cache = view.cache
     before = cache.positions
@@ -198,12 +213,13 @@ def prefill_chunk(
     padding = jnp.arange(tokens.shape[1]) >= valid[:, None]
     sound = jnp.all(jnp.isfinite(hidden).all(-1) | padding, axis=1)
     sound &= jnp.all(jnp.isfinite(carry.last_hidden), axis=1)
-    return PrefillCarry(
+    carry = PrefillCarry(
         without_borrowed(cache)._replace(positions=before + valid),
         state,
         jnp.where(sound[:, None], newest, jnp.nan),
         tuple(windows),
     )
+    return carry, hidden
 
 
 def replay_chunk(

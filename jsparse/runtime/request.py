@@ -107,6 +107,15 @@ def require_alone(sampling: SamplingParams | Sequence[SamplingParams]) -> None:
             raise ValueError(
                 f"logprobs={own.logprobs}: must be None or 0 for generate; jsparse.LLM takes more"
             )
+        if own.prompt_logprobs is not None:
+            raise ValueError(
+                f"prompt_logprobs={own.prompt_logprobs}: must be None for generate; jsparse.LLM "
+                "takes more, and jsparse.logits(params, ids) returns all logits"
+            )
+        if own.priority:
+            raise ValueError(
+                f"priority={own.priority}: must be 0 for generate, which starts all prompts at once"
+            )
 
 
 def _listed(sampling: Any) -> Sequence[SamplingParams]:

@@ -63,6 +63,11 @@ class SamplingParams:
         logprobs: the number of most likely tokens, up to 20, with log-probabilities to return at
             each position, besides the generated token; 0: the generated token only; None: none.
             `generate` accepts None and 0.
+        prompt_logprobs: the same for the tokens of the prompt, each after those before it, in
+            `RequestOutput.prompt_logprobs`. Such a prompt is computed alone and as a whole,
+            although a prefix of it may be cached. `generate` accepts only None.
+        priority: requests with a smaller number start first; the default is 0. One that has started
+            is not interrupted. `generate` accepts only 0.
         policy: hyper-parameters of the policy for this prompt: any that the policy lists in
             `per_row`, such as {"p": 0.9}, and {"dense": True} to attend to everything.
         exact: the engine's own `exact`, for requests that rely on it: another value is refused,
@@ -101,6 +106,8 @@ class SamplingParams:
     max_tokens: int = 128
     min_tokens: int = 0
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    priority: int = 0
     policy: Mapping[str, float | bool] = field(default_factory=dict, hash=False)
     exact: bool | None = None
     cache_salt: str = ""
@@ -124,8 +131,11 @@ class SamplingParams:
         _require_int("min_tokens", self.min_tokens, 0, maximum, rule)
         if self.seed is not None:
             _require_int("seed", self.seed, 0, 2**63 - 1, "an integer from 0 to 2^63 - 1")
-        if self.logprobs is not None:
-            _require_int("logprobs", self.logprobs, 0, 20, "None or an integer from 0 to 20")
+        for name in ("logprobs", "prompt_logprobs"):
+            if (number := getattr(self, name)) is not None:
+                _require_int(name, number, 0, 20, "None or an integer from 0 to 20")
+        low, high = -(2**31), 2**31 - 1
+        _require_int("priority", self.priority, low, high, f"an integer from {low} to {high}")
         if not isinstance(self.cache_salt, str) or not _is_unicode(self.cache_salt):
             raise ValueError(f"cache_salt={self.cache_salt!r}: must be a string without surrogates")
         if not isinstance(self.policy, Mapping):

@@ -36,7 +36,6 @@ NOTHING_ASKED: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "include_obfuscation": (False,),
     "modalities": (["text"],),
-    "priority": (0,),
     "response_format": ({"type": "text"},),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ from jsparse.server.prompt_stream import PromptStream, all_of, usage
 from jsparse.server.protocol import SAME, ChatRequest, CompletionRequest, TemplateFields
 from jsparse.server.service import Service
 from jsparse.server.sse import DONE, ClientGone, EventStream, event, merged, unless_gone
+from jsparse.server.text import TokenLogprobs
 from jsparse.text.reasoning import ReasoningSplitter, opens_reasoning
 from jsparse.text.tool_calls import BEGIN, PARSERS, ToolCall, ToolCallParser, calls_only
 
@@ -37,13 +38,12 @@ CHAT_NAMES |= dict.fromkeys(("prompt", "messages", "message", "chat_template", "
 class ResponseWriter(ABC):
     """The completions of a request's prompts, in the format that clients expect.
 
-    Subclasses define the format of a choice. `texts` are the prompts' texts, to be echoed.
+    Subclasses define the format of a choice.
     """
 
     service: Service
     request: Any
     prompts: list[PromptStream]
-    texts: list[str]
     created: int = field(default_factory=lambda: int(time.time()))
 
     whole_kind = piece_kind = ""
@@ -53,14 +53,16 @@ class ResponseWriter(ABC):
         """Prepares a completion, or a new part of one; `choice` or `piece` may follow."""
 
     @abstractmethod
-    def choice(self, completion: CompletionOutput, prompt: int) -> dict[str, Any]:
+    def choice(
+        self, completion: CompletionOutput, prompt: int, output: RequestOutput
+    ) -> dict[str, Any]:
         """Returns a whole completion."""
 
     @abstractmethod
     def piece(
-        self, completion: CompletionOutput, prompt: int, offset: int | None
+        self, completion: CompletionOutput, prompt: int, output: RequestOutput, *, first: bool
     ) -> dict[str, Any]:
-        """Returns the new part of a completion, from token `offset` on; None: its first part."""
+        """Returns the new part of a completion."""
 
     async def whole(self) -> Response:
         """Returns all completions when they are finished."""
@@ -73,26 +75,26 @@ class ResponseWriter(ABC):
             for completion in output.outputs:
                 self.take(completion)
         choices = [
-            self.choice(completion, nth)
+            self.choice(completion, nth, output)
             | {"index": self._index(nth, completion), "finish_reason": self.reason(completion)}
             for nth, output in enumerate(outputs)
             for completion in output.outputs
         ]
         new = sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
         body = self._frame(self.whole_kind, choices) | {"usage": self.usage(outputs, new)}
-        return json_response(body)
+        return json_response(body | self.of_prompts(outputs))
 
     async def events(self) -> AsyncGenerator[bytes]:
         """Yields the completions piece by piece."""
         last: dict[int, RequestOutput] = {}
-        offsets: dict[int, int] = {}
+        begun: set[int] = set()
         new = 0
         extra = {"usage": None} if self.request.with_usage else {}
         async with aclosing(merged([each.deltas() for each in self.prompts])) as deltas:
             async for nth, output in deltas:
                 last[nth] = output
                 new += sum(len(completion.token_ids) for completion in output.outputs)
-                make = partial(self._pieces, nth, output, offsets)
+                make = partial(self._pieces, nth, output, begun)
                 # as in `whole`, but fast work does not wait for another thread
                 slow = self.request.likely is not None
                 choices = await self.service.texts.made(make) if slow else make()
@@ -107,24 +109,20 @@ class ResponseWriter(ABC):
             yield event(self._frame(self.piece_kind, []) | {"usage": total})
         yield DONE
 
-    def _pieces(
-        self, prompt: int, output: RequestOutput, offsets: dict[int, int]
-    ) -> list[dict[str, Any]]:
-        """Returns the new parts of a prompt's completions, and advances their offsets."""
+    def _pieces(self, prompt: int, output: RequestOutput, begun: set[int]) -> list[dict[str, Any]]:
+        """Returns the new parts of a prompt's completions, and adds those to the `begun` ones."""
         choices = []
         for completion in output.outputs:
             self.take(completion)
             index = self._index(prompt, completion)
-            if not self._has_news(completion, first=index not in offsets):
+            first = index not in begun
+            if not self._has_news(completion, first=first):
                 continue
             choices.append(
-                self.piece(completion, prompt, offsets.get(index))
+                self.piece(completion, prompt, output, first=first)
                 | {"index": index, "finish_reason": self.reason(completion)}
             )
-            width = (
-                self.service.texts.width(completion) if completion.token_logprobs is not None else 0
-            )
-            offsets[index] = offsets.get(index, 0) + width
+            begun.add(index)
         return choices
 
     async def close(self) -> None:
@@ -149,6 +147,20 @@ class ResponseWriter(ABC):
         """Returns the usage, from the last output of each prompt and the number of new tokens."""
         return usage(outputs, new)
 
+    def of_prompts(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        """Returns what a whole response says of its prompts."""
+        return {}
+
+    def _of_prompt(self, output: RequestOutput) -> dict[str, Any]:
+        """Returns the log-probabilities of a prompt in vLLM's format, if they are requested."""
+        if self.request.prompt_logprobs is None:
+            return {}
+        named = [
+            None if each is None else {f"{token}": asdict(found) for token, found in each.items()}
+            for each in output.prompt_logprobs or ()
+        ]
+        return {"prompt_logprobs": named}
+
     def _index(self, prompt: int, completion: CompletionOutput) -> int:
         return prompt * self.request.n + completion.index
 
@@ -162,25 +174,54 @@ class ResponseWriter(ABC):
         }
 
 
+@dataclass
 class Completions(ResponseWriter):
-    """Completions in the format of /v1/completions."""
+    """Completions in the format of /v1/completions.
+
+    `texts` are the prompts' texts, to be echoed.
+    """
+
+    texts: Sequence[str] = ()
+    _offsets: Counter[int] = field(default_factory=Counter)  # the characters of each choice so far
 
     whole_kind = piece_kind = "text_completion"
 
     def take(self, completion: CompletionOutput) -> None:
-        pass
+        if self.request.max_tokens == 0:
+            completion.text, completion.token_ids, completion.cumulative_logprob = "", [], None
+            if completion.token_logprobs is not None:
+                completion.token_logprobs, completion.top_logprobs = [], []
 
-    def choice(self, completion: CompletionOutput, prompt: int) -> dict[str, Any]:
-        return self.piece(completion, prompt, None)
+    def choice(
+        self, completion: CompletionOutput, prompt: int, output: RequestOutput
+    ) -> dict[str, Any]:
+        made = self.piece(completion, prompt, output, first=True)
+        return made | self._of_prompt(output)
 
     def piece(
-        self, completion: CompletionOutput, prompt: int, offset: int | None
+        self, completion: CompletionOutput, prompt: int, output: RequestOutput, *, first: bool
     ) -> dict[str, Any]:
-        echoed = self.texts[prompt] if self.request.echo and offset is None else ""
-        logprobs = None
+        echoed = self.request.echo and first
+        made: dict[str, Any] = {"text": completion.text, "logprobs": None}
+        if echoed:
+            made["text"] = self.texts[prompt] + completion.text
         if completion.token_logprobs is not None:
-            logprobs = self.service.texts.completion_logprobs(completion, offset or 0)
-        return {"text": echoed + completion.text, "logprobs": logprobs}
+            tokens = TokenLogprobs.of_completion(completion)
+            if echoed:
+                tokens = TokenLogprobs.of_prompt(output, self.request.logprobs).then(tokens)
+            index = self._index(prompt, completion)
+            made["logprobs"], self._offsets[index] = self.service.texts.completion_logprobs(
+                tokens, self._offsets[index]
+            )
+        return made
+
+    def usage(self, outputs: Sequence[RequestOutput], new: int) -> dict[str, Any]:
+        return super().usage(outputs, new if self.request.max_tokens != 0 else 0)
+
+    def _has_news(self, completion: CompletionOutput, *, first: bool) -> bool:
+        return (self.request.max_tokens == 0 and first) or super()._has_news(
+            completion, first=first
+        )
 
 
 class Part(NamedTuple):
@@ -227,7 +268,9 @@ class Chats(ResponseWriter):
             part = Part(said, part.reasoning, calls)
         self._parts[nth] = part
 
-    def choice(self, completion: CompletionOutput, prompt: int) -> dict[str, Any]:
+    def choice(
+        self, completion: CompletionOutput, prompt: int, output: RequestOutput
+    ) -> dict[str, Any]:
         answer, reasoning, calls = self._parts[completion.index]
         message: dict[str, Any] = {"role": "assistant", "refusal": None, "content": answer}
         if reasoning:
@@ -241,10 +284,10 @@ class Chats(ResponseWriter):
         return {"message": message, "logprobs": self._logprobs(completion)}
 
     def piece(
-        self, completion: CompletionOutput, prompt: int, offset: int | None
+        self, completion: CompletionOutput, prompt: int, output: RequestOutput, *, first: bool
     ) -> dict[str, Any]:
         answer, reasoning, calls = self._parts[completion.index]
-        delta: dict[str, Any] = {"role": "assistant"} if offset is None else {}
+        delta: dict[str, Any] = {"role": "assistant"} if first else {}
         if answer or not calls:
             delta["content"] = answer
         if reasoning:
@@ -269,6 +312,9 @@ class Chats(ResponseWriter):
             tokens = sum(splitter.tokens for splitter in self.splitters)
             made["completion_tokens_details"] = {"reasoning_tokens": tokens}
         return made
+
+    def of_prompts(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        return self._of_prompt(*outputs)
 
     def _logprobs(self, completion: CompletionOutput) -> dict[str, Any] | None:
         if completion.token_logprobs is None:
@@ -317,7 +363,7 @@ async def _complete(service: Service, request: CompletionRequest) -> ResponseWri
         streams = await service.ask("cmpl", rows, [options] * len(rows))
     except Exception as error:
         raise as_api_error(error, names) from error
-    return Completions(service, request, streams, texts)
+    return Completions(service, request, streams, texts=texts)
 
 
 async def _chat(service: Service, request: ChatRequest) -> ResponseWriter:
@@ -345,7 +391,7 @@ async def _chat(service: Service, request: ChatRequest) -> ResponseWriter:
         if type(error) is ValueError and request.required_tools:
             error = ValueError(f"{error}".replace("structured_outputs.grammar", "tools: calls", 1))
         raise as_api_error(error, names) from error
-    return Chats(service, request, streams, [], splitters=splitters, parsers=parsers)
+    return Chats(service, request, streams, splitters=splitters, parsers=parsers)
 
 
 def _calls_only(service: Service, request: ChatRequest, parser: str) -> StructuredOutputsParams:

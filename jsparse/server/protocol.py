@@ -5,6 +5,7 @@ Names are OpenAI's or, if OpenAI has none, vLLM's.
 
 from abc import abstractmethod
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -142,6 +143,8 @@ class GenerationRequest(RequestBody):
     stop_token_ids: list[int] = Field(default_factory=list, max_length=MAX_STOP_IDS)
     ignore_eos: bool = False
     min_tokens: int = 0
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    priority: int = 0
     allowed_token_ids: list[int] | None = Field(None, max_length=MAX_ALLOWED)
     structured_outputs: Annotated[dict[str, Any], _at_most(MAX_KNOBS)] | None = None
     response_format: ResponseFormat | None = None
@@ -166,13 +169,11 @@ class GenerationRequest(RequestBody):
 
     def check_likely(self, limit: int) -> None:
         """Raises ApiError if more than `limit` likely tokens are requested."""
-        if (self.likely or 0) > limit:
-            name = "top_logprobs" if "top_logprobs" in type(self).model_fields else "logprobs"
-            raise ApiError(
-                400,
-                f"{name}={self.likely}: must be at most {limit} on this server",
-                param=name,
-            )
+        name = "top_logprobs" if "top_logprobs" in type(self).model_fields else "logprobs"
+        for each, number in ((name, self.likely), ("prompt_logprobs", self.prompt_logprobs)):
+            if (number or 0) > limit:
+                rule = f"{each}={number}: must be at most {limit} on this server"
+                raise ApiError(400, rule, param=each)
 
     @property
     @abstractmethod
@@ -192,6 +193,12 @@ class GenerationRequest(RequestBody):
     def _one_structure(self) -> "GenerationRequest":
         if self.response_format is not None and self.structured_outputs is not None:
             raise ValueError("structured_outputs: must not be given with response_format")
+        return self
+
+    @model_validator(mode="after")
+    def _prompt_logprobs_are_whole(self) -> "GenerationRequest":
+        if self.stream and self.prompt_logprobs is not None:
+            raise ValueError("prompt_logprobs: must not be given with stream=true")
         return self
 
     @property
@@ -218,6 +225,7 @@ class CompletionRequest(GenerationRequest):
     """A request to continue prompts."""
 
     prompt: Prompt
+    max_tokens: int | None = Field(None, ge=0)
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
 
@@ -227,12 +235,20 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def max_new_tokens(self) -> int:
-        return 16 if self.max_tokens is None else self.max_tokens
+        # the engine generates at least one
+        return 16 if self.max_tokens is None else max(1, self.max_tokens)
+
+    def sampling(self, max_tokens: int, temperature: float | None) -> SamplingParams:
+        made = super().sampling(max_tokens, temperature)
+        if self.echo and self.logprobs is not None:
+            wanted = max(self.logprobs, self.prompt_logprobs or 0)
+            made = replace(made, prompt_logprobs=wanted)
+        return made
 
     @model_validator(mode="after")
-    def _echo_has_no_logprobs(self) -> "CompletionRequest":
-        if self.echo and self.logprobs is not None:
-            raise ValueError("echo=True: must be false if logprobs is given")
+    def _nothing_but_the_prompt(self) -> "CompletionRequest":
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("max_tokens=0: must be at least 1, or come with echo=true")
         return self
 
 

@@ -94,6 +94,15 @@ async def _detokenize(service: ServiceOfApp, request: Request) -> Response:
     return json_response({"prompt": text})
 
 
+@router.get("/tokenizer_info", response_model=None, name="tokenizer_info")
+async def _tokenizer_info(service: ServiceOfApp) -> Response:
+    tokenizer = service.texts.tokenizer
+    if tokenizer is None:
+        raise ApiError(404, "the model has no tokenizer", code="no_tokenizer")
+    template = {"chat_template": tokenizer.chat_template}
+    return json_response({"bos_token": None, "eos_token": None} | tokenizer.named_tokens | template)
+
+
 @router.get("/v1/models", response_model=None, name="models")
 async def _models(service: ServiceOfApp) -> Response:
     models = [_model_named(service, name) for name in service.options.names]

@@ -8,7 +8,7 @@ from functools import cached_property, partial
 from itertools import accumulate
 from queue import Empty, SimpleQueue
 from threading import Thread
-from typing import Any
+from typing import Any, NamedTuple
 
 from jsparse.engine.outputs import RequestOutput
 from jsparse.engine.request_state import RequestState
@@ -20,6 +20,39 @@ from jsparse.text.reasoning import END, TAIL, ReasoningSplitter, opens_reasoning
 ENCODERS = 2
 # the most characters of texts that do not wait for longer ones
 SHORT = 2**14
+
+
+class TokenLogprobs(NamedTuple):
+    """The log-probabilities of consecutive tokens.
+
+    Attributes:
+        ids: the tokens.
+        logprobs: their log-probabilities; None for the first of a prompt.
+        tops: the most likely tokens instead of each, with theirs; None unless requested.
+    """
+
+    ids: list[int]
+    logprobs: list[float | None]
+    tops: list[dict[int, float]] | None
+
+    @classmethod
+    def of_completion(cls, completion: CompletionOutput) -> "TokenLogprobs":
+        """Returns those of a completion."""
+        logprobs = completion.token_logprobs or []
+        return cls(completion.token_ids, [*logprobs], completion.top_logprobs)
+
+    @classmethod
+    def of_prompt(cls, output: RequestOutput, count: int) -> "TokenLogprobs":
+        """Returns those of a prompt, with the `count` most likely tokens."""
+        assert output.prompt_scores is not None
+        logprobs = output.prompt_scores.logprobs.tolist()
+        tops = output.prompt_scores.tops(count) if count else None
+        return cls(output.prompt_token_ids, [None, *logprobs[1:]], tops)
+
+    def then(self, other: "TokenLogprobs") -> "TokenLogprobs":
+        """Returns these tokens followed by others."""
+        tops = None if self.tops is None or other.tops is None else self.tops + other.tops
+        return TokenLogprobs(self.ids + other.ids, self.logprobs + other.logprobs, tops)
 
 
 class Texts:
@@ -97,33 +130,29 @@ class Texts:
             pool.shutdown(wait=False, cancel_futures=True)
         self._thread.join()
 
-    def completion_logprobs(self, completion: CompletionOutput, offset: int) -> dict[str, Any]:
-        """Returns log-probabilities for /v1/completions; `offset` is where the text starts."""
-        assert completion.token_logprobs is not None
-        tokens = [self._name(token) for token in completion.token_ids]
-        offsets = list(accumulate(self._widths(completion), initial=offset))[:-1]
+    def completion_logprobs(self, tokens: TokenLogprobs, offset: int) -> tuple[dict[str, Any], int]:
+        """Returns log-probabilities for /v1/completions, and the end of the tokens' text.
+
+        `offset` is where it starts. Offsets count the characters of tokens that are decoded one by
+        one.
+        """
+        widths = (len(self._bytes(token).decode(errors="replace")) for token in tokens.ids)
+        *offsets, end = accumulate(widths, initial=offset)
         top = None
-        if completion.top_logprobs is not None:
-            pairs = zip(
-                completion.token_ids,
-                completion.token_logprobs,
-                completion.top_logprobs,
-                strict=True,
-            )
+        if tokens.tops is not None:
+            pairs = zip(tokens.ids, tokens.logprobs, tokens.tops, strict=True)
             top = [
-                {self._name(own): value for own, value in ({token: logprob} | likely).items()}
+                None
+                if logprob is None
+                else {self._name(own): value for own, value in ({token: logprob} | likely).items()}
                 for token, logprob, likely in pairs
             ]
         return {
-            "tokens": tokens,
-            "token_logprobs": completion.token_logprobs,
+            "tokens": [self._name(token) for token in tokens.ids],
+            "token_logprobs": tokens.logprobs,
             "top_logprobs": top,
             "text_offset": offsets,
-        }
-
-    def width(self, completion: CompletionOutput) -> int:
-        """Returns the number of characters of a completion's tokens, each decoded separately."""
-        return sum(self._widths(completion))
+        }, end
 
     def chat_logprobs(self, completion: CompletionOutput) -> dict[str, Any]:
         """Returns log-probabilities in the format of /v1/chat/completions."""
@@ -138,9 +167,6 @@ class Texts:
                 )
             ]
         }
-
-    def _widths(self, completion: CompletionOutput) -> list[int]:
-        return [len(self._bytes(token).decode(errors="replace")) for token in completion.token_ids]
 
     def _known(self, purpose: str) -> Tokenizer:
         if self.tokenizer is None:

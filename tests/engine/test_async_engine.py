@@ -343,17 +343,25 @@ def test_dead_engine_thread_fails_requests(monkeypatch):
 def test_requests_wait_only_for_their_own_programs_to_compile(engine, monkeypatch):
     compiling = threading.Event()
     compiling.set()
-    monkeypatch.setattr(
-        engine.engine.programs, "coming", lambda choice: choice == "top" and compiling.is_set()
-    )
+    programs, expected = engine.engine.programs, threading.Event()
+
+    def coming(choice, *, scored=False):
+        return (choice == "top" or scored) and compiling.is_set()
+
+    monkeypatch.setattr(programs, "coming", coming)
+    monkeypatch.setattr(programs, "expect_scored", expected.set)
 
     async def run():
         likely = asyncio.create_task(last(engine, PROMPTS[0], options(2, logprobs=2)))
+        scored = asyncio.create_task(last(engine, PROMPTS[0], options(2, prompt_logprobs=0), "ps"))
         dropped = asyncio.create_task(last(engine, PROMPTS[0], options(2, logprobs=2), "dropped"))
         other = await last(engine, PROMPTS[1], options(2))
         assert not likely.done()
         await engine.abort("dropped")
         assert (await dropped).outputs[0].finish_reason == "abort"
+        assert expected.is_set() and not scored.done()
+        await engine.abort("ps")
+        assert (await scored).outputs[0].finish_reason == "abort"
         compiling.clear()
         return await likely, other
 

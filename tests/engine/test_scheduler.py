@@ -41,6 +41,15 @@ def test_shortest_prompt_is_prefilled_first_without_starvation():
     assert served(scheduler)[0] == [0, 1]
 
 
+def test_urgent_prompts_start_first():
+    """A smaller priority overtakes shorter prompts, and prompts in prefill."""
+    scheduler = Scheduler(SIZES, RULES, LATENCY)
+    scheduler.add(seq(0, range(100, 103), 1))
+    scheduler.add(seq(1, range(50), 1, priority=-1))
+    scheduler.add(seq(2, range(200, 240), 1, priority=-2))
+    assert served(scheduler)[0] == [2, 1, 0]
+
+
 def test_short_prompt_overtakes_a_long_prefill():
     scheduler = Scheduler(SIZES, RULES, LATENCY)
     scheduler.add(seq(0, range(55), 1))

@@ -14,6 +14,7 @@ import pytest
 
 import jsparse
 from tests.support.encoders import smollm2
+from tests.support.serving_http import a_service, serving
 
 harness = pytest.importorskip("lm_eval", reason="needs the package lm-eval")
 
@@ -144,6 +145,26 @@ def test_rolling_predicts_every_token_once_with_the_most_context(params):
         found_here = log_probs(params, window)[len(window) - (end - first) :]
         slow += sum(row[i] for row, i in zip(found_here, ids[first:end], strict=True))
     assert found == pytest.approx(slow, abs=1e-3)
+
+
+def test_log_likelihoods_over_http_are_those_in_memory(params):
+    """The harness's own client finds the tokenizer by itself, and sends prompts to be echoed."""
+    from lm_eval.api.registry import get_model
+
+    texts = ("the cat sat on", " the mat"), ("a bird", " and the dog"), ("one", " two three four")
+    # the harness's client adds no BOS
+    rows = [(f"<|begin_of_text|>{context}", continuation) for context, continuation in texts]
+    asked = [Instance("loglikelihood", {}, row, 0) for row in rows]
+    options = {"max_num_seqs": 2, "max_model_len": 64, "prepare": False, "page_size": 16}
+    with serving(a_service(), jsparse.AsyncEngine(params, **options)) as url:
+        client = get_model("local-completions")(
+            base_url=f"{url}/v1/completions", model="tiny", batch_size=2
+        )
+        assert client.tokenizer_backend == "remote"
+        found = client.loglikelihood(asked, disable_tqdm=True)
+    wanted = model().loglikelihood(asked)
+    for (value, greedy), (in_memory, likeliest) in zip(found, wanted, strict=True):
+        assert value == pytest.approx(in_memory, abs=1e-4) and greedy == likeliest
 
 
 def test_chats():

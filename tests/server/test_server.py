@@ -112,6 +112,35 @@ def test_ids_lists_and_echo(client):
         assert echoed.choices[0].text == f"{WORDS}{plain}"
 
 
+def test_echoed_prompts_have_logprobs(client, http):
+    """As evaluation harnesses ask for them: the first token has none, and offsets go on."""
+    asked = {"prompt": [WORDS, WORDS], "max_tokens": 1, "logprobs": 2, "echo": True}
+    made = client.completions.create(**asked, **GREEDY)
+    given = made.choices[1].logprobs
+    assert given.tokens == made.choices[1].text.split() and len(given.tokens) == 6
+    assert given.token_logprobs[0] is given.top_logprobs[0] is None
+    tops = zip(given.tokens, given.token_logprobs, given.top_logprobs, strict=True)
+    for token, logprob, top in [*tops][1:]:
+        assert top[token] == logprob and len(top) in (2, 3)
+    assert given.text_offset == [*itertools.accumulate(map(len, given.tokens[:-1]), initial=0)]
+    one = asked | {"prompt": WORDS, "stream": True}
+    (chunk,) = client.completions.create(**one, **GREEDY)
+    assert chunk.choices[0].logprobs == given
+    nothing = client.completions.create(**asked | {"max_tokens": 0}, **GREEDY)
+    assert nothing.choices[0].text == WORDS and nothing.usage.completion_tokens == 0
+    assert nothing.choices[0].logprobs.token_logprobs == given.token_logprobs[:5]
+    # vLLM's own field
+    body = {"prompt": WORDS, "max_tokens": 1, "prompt_logprobs": 1, "temperature": 0}
+    (choice,) = http.post("/v1/completions", json=body).json()["choices"]
+    first, *others = choice["prompt_logprobs"]
+    assert first is None
+    for word, own, found in zip(given.tokens[1:5], given.token_logprobs[1:5], others, strict=True):
+        assert found[word[1:]]["logprob"] == own and found[word[1:]]["decoded_token"] == word
+    chat = {"messages": [{"role": "user", "content": "w2"}], "prompt_logprobs": 0, "max_tokens": 1}
+    made = http.post("/v1/chat/completions", json=chat).json()
+    assert [each and [*each] for each in made["prompt_logprobs"]] == [None, ["7"]]
+
+
 def test_offsets_and_times_of_a_stream_match_the_response(client):
     # text is held back while it may start a stop string
     asked = {"prompt": WORDS, "max_tokens": 8, "logprobs": 1, "stop": ["w3000", " w9 w9 w9"]}
@@ -212,6 +241,8 @@ def test_state(client, http, url):
     ):
         body = {"messages": [{"role": "user", "content": "w9"}]} | more
         assert http.post("/tokenize", json=body).json()["tokens"] == expected, more
+    info = http.get("/tokenizer_info").json()
+    assert (info["eos_token"], "messages" in info["chat_template"]) == (None, True)
     text = http.post("/detokenize", json={"tokens": tokens["tokens"]}).json()
     assert text == {"prompt": WORDS}
 

@@ -43,8 +43,8 @@ class LatencyModel:
 LATENCY = LatencyModel()
 
 
-def seq(number, prompt, tokens, arrival=0.0):
-    return SequenceState(number, np.array(prompt, np.int32), tokens, arrival)
+def seq(number, prompt, tokens, arrival=0.0, **options):
+    return SequenceState(number, np.array(prompt, np.int32), tokens, arrival, **options)
 
 
 def served(scheduler, plans=1000):

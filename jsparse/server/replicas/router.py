@@ -136,6 +136,7 @@ RouterOfApp = Annotated[Router, Depends(_router_of)]
 @routes.post("/v1/chat/completions", response_model=None)
 @routes.post("/tokenize", response_model=None)
 @routes.post("/detokenize", response_model=None)
+@routes.get("/tokenizer_info", response_model=None)
 @routes.get("/v1/models", response_model=None)
 @routes.get("/v1/models/{name:path}", response_model=None)
 @routes.get("/version", response_model=None)
