@@ -128,7 +128,7 @@ ENGINE: Mapping[str, Refusal] = {
     "enable_chunked_prefill": Refusal("must be True; prefill always runs in chunks", True),
     "enable_expert_parallel": Refusal("mixtures of experts are not supported", False),
     "enable_lora": Refusal(_LORA, False),
-    "enable_sleep_mode": Refusal("must be False; weights stay on the device", False),
+    "enable_sleep_mode": Refusal("must be False; sleep() needs no option", False),
     "enforce_eager": Refusal(
         "programs are always compiled; prepare=False compiles each when it is first needed", False
     ),
@@ -176,9 +176,7 @@ METHODS: Mapping[str, str] = {
     "reward": "models generate text only",
     "score": "models generate text only; jsparse.logits(params, ids) scores tokens",
     "shutdown": "an engine ends with its last reference: del llm",
-    "sleep": "weights stay on the device",
     "start_profile": "jax.profiler traces programs",
-    "wake_up": "weights stay on the device",
 }
 """Methods of vLLM's LLM that jsparse lacks, with the reason or the alternative."""
 

@@ -101,6 +101,11 @@ class Params:
         """The names of the types of weights, K and V, for messages and records."""
         return named_types(self.dtype, self.kv_cache_dtype, quantized=self.quantized)
 
+    def without_weights(self) -> "Params":
+        """Returns the model with the shapes of its weights in place of them."""
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.weights)
+        return dataclasses.replace(self, weights=shapes)
+
     @property
     def decoder(self) -> Decoder:
         """The decoder of these weights."""

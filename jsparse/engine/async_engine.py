@@ -10,7 +10,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from functools import partial
@@ -97,7 +97,10 @@ class AsyncEngine:
         self._grammars = ThreadPoolExecutor(1, thread_name_prefix="jsparse-checks")
         self._awake = threading.Condition()
         self._closing = False
-        # requests that wait for programs in compilation
+        # calls whose results others wait for
+        self._calls: set[Future[Any]] = set()
+        self._paused = False
+        # requests that wait for programs in compilation, or for `resume`
         self._waiting, self._max_waiting = 0, max_waiting
         # when the thread started its step; None while it sleeps
         self._began: float | None = None
@@ -170,7 +173,7 @@ class AsyncEngine:
             request = replace(request, stream=request.stream + nth % STREAMS)
             text = prompt if isinstance(prompt, str) else None
             del prompt, rows  # the request has them as an array
-            await self._compiled(request, listener)
+            await self._admitted(request, listener)
             self._call_on_thread(lambda: self._add(request, name, text, listener))
             finished = False
             while not finished:
@@ -185,16 +188,21 @@ class AsyncEngine:
             with suppress(EngineError):
                 self._call_on_thread(lambda: self._leave(name, listener))
 
-    async def _compiled(self, request: Request, listener: _Listener) -> None:
-        """Waits while a request's programs are in compilation, so that it stalls no others.
+    async def _admitted(self, request: Request, listener: _Listener) -> None:
+        """Waits while the engine is paused, or a request's programs are in compilation.
+
+        So it stalls no others.
 
         Raises:
             EngineFull: too many requests are waiting.
         """
         programs = self.engine.programs
         scored = request.sampling.prompt_logprobs is not None
-        coming = partial(programs.coming, choice_of(request), scored=scored)
-        if not coming():
+
+        def must_wait() -> bool:
+            return self._paused or programs.coming(choice_of(request), scored=scored)
+
+        if not must_wait():
             return
         if scored:
             self._call_on_thread(programs.expect_scored)
@@ -204,7 +212,7 @@ class AsyncEngine:
             )
         self._waiting += 1
         try:
-            while self.alive and not listener.aborted and coming():
+            while self.alive and not listener.aborted and must_wait():
                 await asyncio.sleep(POLL_SECONDS)
         finally:
             self._waiting -= 1
@@ -212,6 +220,35 @@ class AsyncEngine:
     async def abort(self, request_id: str) -> None:
         """Aborts a request in any phase; its generator yields the output so far and ends."""
         self._call_on_thread(lambda: self._abort(request_id))
+
+    async def pause(self, *, abort: bool = False) -> None:
+        """Holds new requests back until `resume`, and returns once running ones are finished.
+
+        With `abort`, running requests are aborted instead.
+        """
+        self._paused = True
+        if abort:
+            running = [name for name, each in self._listeners.items() if each.state is not None]
+            for name in running:
+                await self.abort(name)
+        while await self._on_thread(lambda: self.engine.unfinished):
+            await asyncio.sleep(POLL_SECONDS / 10)
+
+    async def resume(self) -> None:
+        """Lets requests begin again."""
+        self._paused = False
+
+    async def update_weights(self, params: Params) -> None:
+        """Continues with other weights; see `Engine.update_weights`. `pause` makes it possible."""
+        await self._on_thread(lambda: self.engine.update_weights(params))
+
+    async def sleep(self) -> None:
+        """Frees K and V until `wake_up`; see `Engine.sleep`. `pause` makes it possible."""
+        await self._on_thread(self.engine.sleep)
+
+    async def wake_up(self) -> None:
+        """Allocates what `sleep` has freed."""
+        await self._on_thread(self.engine.wake_up)
 
     @property
     def alive(self) -> bool:
@@ -250,6 +287,25 @@ class AsyncEngine:
 
     async def __aexit__(self, *_: object) -> None:
         await asyncio.to_thread(self.close)
+
+    async def _on_thread[Result](self, call: Callable[[], Result]) -> Result:
+        """Calls a function in the engine's thread between two steps, and returns its result."""
+        future = Future[Any]()
+
+        def run() -> None:
+            try:
+                result = call()
+            except Exception as error:
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+        self._calls.add(future)
+        try:
+            self._call_on_thread(run)
+            return await asyncio.wrap_future(future)
+        finally:
+            self._calls.discard(future)
 
     def _call_on_thread(self, call: Callable[[], None]) -> None:
         with self._awake:
@@ -338,6 +394,9 @@ class AsyncEngine:
         for listener in listeners:
             listener.error = error
         self._wake(listeners)
+        for future in [*self._calls]:
+            if not future.done():
+                future.set_exception(error)
 
     def _wake(self, listeners: list[_Listener]) -> None:
         """Wakes coroutines with one call per event loop, not one per token."""

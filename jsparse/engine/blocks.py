@@ -131,6 +131,14 @@ class BlockPool:
             elif block.references == 0:
                 self._free.extend(reversed(block.groups))
 
+    def forget(self) -> None:
+        """Empties the prefix cache; blocks in use are freed with their last reference."""
+        for block in self._idle.values():
+            self._free.extend(reversed(block.groups))
+        self._idle.clear()
+        self._blocks.clear()
+        self._num_idle = 0
+
     def uncache(self, blocks: Sequence[CacheBlock]) -> None:
         """Removes blocks from the prefix cache; their groups are freed with the last reference."""
         for block in blocks:

@@ -14,6 +14,7 @@ from jsparse.engine import setup
 from jsparse.engine.errors import EngineError, EngineFull
 from jsparse.engine.follower import LeaderPrograms, agree, follow_and_exit
 from jsparse.engine.latency_model import LatencyModel
+from jsparse.engine.new_weights import like
 from jsparse.engine.options import EngineOptions
 from jsparse.engine.outputs import RequestMetrics
 from jsparse.engine.programs import Programs
@@ -54,6 +55,7 @@ class Engine:
         counters: counts and times of the work so far.
         per_request: the names of the hyper-parameters that requests may set.
         error: the error that made the engine fail, or None.
+        asleep: whether its K and V are freed, until `wake_up`.
     """
 
     @own_settings()
@@ -111,6 +113,7 @@ class Engine:
         self._taken = -math.inf  # when the last results arrived
         self.counters = Counters()
         self.error: BaseException | None = None
+        self.asleep = False
         self._runner = Runner(spec, self.programs, lambda number: self._live[number][2])
         self._warm_up(new)
 
@@ -119,13 +122,13 @@ class Engine:
     ) -> Programs:
         """Returns the programs; a follower process runs the leader's commands and never returns."""
         if link is None and not check_ranks:
-            return Programs(spec)
+            return Programs(spec, self.params)
         link = link or processes.Link(0, ())
-        agree(spec, link, check_ranks=check_ranks)
+        agree(spec, self.params, link, check_ranks=check_ranks)
         link.works = True
         if link.index:
-            follow_and_exit(spec, link, check_ranks=check_ranks)
-        return LeaderPrograms(spec, link, check_ranks=check_ranks)
+            follow_and_exit(spec, self.params, link, check_ranks=check_ranks)
+        return LeaderPrograms(spec, self.params, link, check_ranks=check_ranks)
 
     @own_settings()
     def prepare(self, choices: Sequence[SamplingMode], *, all_rows: bool = False) -> None:
@@ -158,10 +161,12 @@ class Engine:
         Raises:
             EngineError: the engine has failed.
             EngineFull: too many requests are waiting.
-            ValueError: the request cannot be served.
+            ValueError: the request cannot be served, or the engine is asleep.
         """
         if self.error is not None:
             raise EngineError(f"the engine has failed: {self.error}") from self.error
+        if self.asleep:
+            raise ValueError("the engine is asleep: must be woken by wake_up() before requests")
         for name in request.sampling.policy:
             if name not in self.per_request:
                 raise ValueError(
@@ -264,6 +269,62 @@ class Engine:
             # the plan may not have been dispatched
             self._fail(error)
             raise
+
+    @property
+    def unfinished(self) -> int:
+        """The number of unfinished requests."""
+        return len(self._requests)
+
+    @own_settings()
+    def update_weights(self, params: Params) -> None:
+        """Continues with the weights of another model of the same shapes; nothing is compiled.
+
+        The weights are converted to the engine's dtype and placed on its devices; those that need
+        neither are not copied, so the caller must not donate them while the engine runs. The prefix
+        cache is emptied. Constants that policies derive from the weights, such as mean keys, are
+        computed again; arrays that came with the model, such as trained gates, are kept.
+
+        Raises:
+            ValueError: arrays have other names or shapes, requests are unfinished, or several
+                processes run the model.
+            EngineError: the engine has failed.
+        """
+        if self._link is not None:
+            raise ValueError("update_weights: must be called for a model in one process")
+        self._rest("update_weights")
+        new = like(self.params, params)
+        self.scheduler.pool.forget()
+        self.programs.replace_weights(new)
+        self.params = new
+
+    def sleep(self) -> None:
+        """Frees K and V, the policy's state and the prefix cache until `wake_up`.
+
+        Programs and weights stay. Raises ValueError and EngineError as `update_weights` does.
+        """
+        self._rest("sleep")
+        self.scheduler.pool.forget()
+        self._runner.free()
+        self.asleep = True
+
+    @own_settings()
+    def wake_up(self) -> None:
+        """Allocates what `sleep` has freed; without effect on an engine that is awake."""
+        if self.asleep:
+            self._runner.allocate()
+            self.asleep = False
+
+    def _rest(self, name: str) -> None:
+        """Finishes work without requests; raises the errors of `update_weights`."""
+        if self.error is not None:
+            raise EngineError(f"the engine has failed: {self.error}") from self.error
+        if self._requests:
+            raise ValueError(
+                f"{name}: must be called while no request is unfinished; {len(self._requests)} are"
+            )
+        while not self.idle:
+            self.step()
+        self.settle()
 
     def settle(self) -> None:
         """Waits for running programs: a process that exits during one is aborted."""

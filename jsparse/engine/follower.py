@@ -27,6 +27,7 @@ from jsparse.engine.programs import Programs
 from jsparse.engine.setup import EngineSpec
 from jsparse.engine.slots import Slots
 from jsparse.machine.processes import Link
+from jsparse.models.checkpoint import Params
 from jsparse.runtime import fingerprint
 from jsparse.runtime.compilation import Sendable
 from jsparse.runtime.program_set import ProgramKey
@@ -35,9 +36,9 @@ from jsparse.runtime.program_set import ProgramKey
 class LeaderPrograms(Programs):
     """The programs of process 0, which sends the others each program that it runs."""
 
-    def __init__(self, spec: EngineSpec, link: Link, *, check_ranks: bool) -> None:
+    def __init__(self, spec: EngineSpec, params: Params, link: Link, *, check_ranks: bool) -> None:
         """Creates the programs; with `check_ranks`, all ranks must choose the same tokens."""
-        super().__init__(spec)
+        super().__init__(spec, params)
         self._link, self._check = link, check_ranks
         self._sent, self._sending = set[ProgramKey](), threading.Lock()
 
@@ -84,13 +85,13 @@ class LeaderPrograms(Programs):
                 self._sent.add(key)
 
 
-def follow_and_exit(spec: EngineSpec, link: Link, *, check_ranks: bool) -> NoReturn:
+def follow_and_exit(spec: EngineSpec, params: Params, link: Link, *, check_ranks: bool) -> NoReturn:
     """Runs the leader's commands until it exits, then ends this process."""
     if threading.current_thread() is threading.main_thread():
         # on a signal to all processes, the leader drains its requests, then ends the followers
         for each in (signal.SIGTERM, signal.SIGINT):
             signal.signal(each, signal.SIG_IGN)
-    programs, slots = Programs(spec), tuple[Slots, ...]()
+    programs, slots = Programs(spec, params), tuple[Slots, ...]()
     try:
         for message, arrays in link.messages():
             if "program" in message:
@@ -111,7 +112,7 @@ def follow_and_exit(spec: EngineSpec, link: Link, *, check_ranks: bool) -> NoRet
         raise
 
 
-def agree(spec: EngineSpec, link: Link, *, check_ranks: bool) -> None:
+def agree(spec: EngineSpec, params: Params, link: Link, *, check_ranks: bool) -> None:
     """Checks that all processes are about to run the same engine.
 
     Raises:
@@ -119,7 +120,7 @@ def agree(spec: EngineSpec, link: Link, *, check_ranks: bool) -> None:
     """
     from jsparse import __version__
 
-    model, sizes, flags = spec.deployment.params.config, spec.sizes._asdict(), jax.config
+    model, sizes, flags = params.config, spec.sizes._asdict(), jax.config
     options = {"per_request": spec.knobs, "layer_stats": spec.layer_stats}
     packages = {"jsparse": __version__, "jax": jax.__version__, "jaxlib": version("jaxlib")}
     properties = {
@@ -128,8 +129,8 @@ def agree(spec: EngineSpec, link: Link, *, check_ranks: bool) -> None:
         "kinds of devices": jax.local_devices()[0].device_kind,
         "check_ranks": check_ranks,
         "jax settings": f"{flags.jax_default_matmul_precision}, x64 {flags.jax_enable_x64}",
-        "model": f"{model}, {spec.deployment.params.types}",
-        "weights": _of_norms(spec.deployment.params.weights),
+        "model": f"{model}, {params.types}",
+        "weights": _of_norms(params.weights),
         "policy": spec.policy.name,
         "sizes": json.dumps(sizes | options),
     }

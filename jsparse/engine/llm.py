@@ -142,6 +142,34 @@ class LLM:
             reason = f": {METHODS[name]}" if name in METHODS else ""
             raise AttributeError(f"LLM has no {name}{reason}", name=name, obj=self)
 
+    def update_weights(self, params: Params) -> None:
+        """Generates with the weights of another model of the same shapes from now on.
+
+        As in a training loop: nothing is compiled again, and the prefix cache is emptied; see
+        `Engine.update_weights`.
+
+        Raises:
+            ValueError: arrays have other names or shapes, or several processes run the model.
+            EngineError: the engine has failed.
+        """
+        with self._alone("update_weights"):
+            self.engine.update_weights(params)
+
+    def sleep(self, level: int = 1) -> None:
+        """Frees K, V and the prefix cache until `wake_up`, so that others can use the memory.
+
+        Weights stay on the device, unlike in vLLM. `level` must be 1.
+        """
+        if level != 1:
+            raise ValueError(f"level={level!r}: must be 1, which frees K and V; weights stay")
+        with self._alone("sleep"):
+            self.engine.sleep()
+
+    def wake_up(self) -> None:
+        """Allocates what `sleep` has freed."""
+        with self._alone("wake_up"):
+            self.engine.wake_up()
+
     def get_tokenizer(self) -> Tokenizer:
         """Returns the model's tokenizer; raises ValueError if it has none."""
         return tokenizer_of(self.engine.params, "get_tokenizer()")
@@ -163,7 +191,7 @@ class LLM:
         options = SamplingParams() if sampling_params is None else sampling_params
         checked = requests(self.engine.params, rows, options, self.engine.policy, seed=self._seed)
         programs = self.engine.programs
-        with self._alone():
+        with self._alone("generate"):
             for request in checked:
                 self.engine.check(request)
             with progress(
@@ -172,8 +200,8 @@ class LLM:
                 return self._run(checked, texts, on_output, bar)
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Waits until no other thread runs the engine.
+    def _alone(self, name: str) -> Iterator[None]:
+        """Waits until no other thread runs the engine; `name` is the method that is called.
 
         Raises:
             ValueError: this thread runs it already, so that waiting would never end.
@@ -181,8 +209,8 @@ class LLM:
         with self._turn:
             if self._running:
                 raise ValueError(
-                    "on_output: must not call the LLM that calls it; collect the outputs, and call "
-                    "it afterwards"
+                    f"on_output: must not call {name} of the LLM that calls it; collect the "
+                    "outputs, and call it afterwards"
                 )
             try:
                 self._running = True

@@ -30,8 +30,10 @@ from jsparse.engine.sizes import EngineSizes, SamplingMode
 from jsparse.engine.slots import Slots
 from jsparse.engine.tail_programs import leave, refill
 from jsparse.host_memory.pages import HostLayers, shapes
+from jsparse.models.checkpoint import Params
 from jsparse.policy import Policy
 from jsparse.runtime.compilation import inlined
+from jsparse.runtime.constants import constants, renewed
 from jsparse.runtime.program_set import ProgramKey, ProgramSet
 from jsparse.runtime.spread_programs import placed
 
@@ -61,22 +63,31 @@ def engine_keys(
 class Programs(ProgramSet):
     """The programs of one engine."""
 
-    def __init__(self, spec: EngineSpec) -> None:
+    def __init__(self, spec: EngineSpec, params: Params) -> None:
         """Creates the set, without compiled programs."""
         self._made_for, self._sizes = spec, spec.sizes
         programs = {name: record.compiled_for(spec) for name, record in PROGRAMS.items()}
         # pages in host memory change between programs, so they are passed to each one anew
         pages = shapes(spec.cache) if spec.sizes.tail_tokens else None
-        self._read_only = ReadOnly(spec.deployment.constants(), host=pages)
-        fixed = {"weights": spec.deployment.params.weights, "read_only": self._read_only}
+        self._read_only = ReadOnly(constants(params, spec.policy), host=pages)
+        self._lent: HostLayers | None = None
+        fixed = {"weights": params.weights, "read_only": self._read_only}
         # the sampling modes whose programs have been prepared
         self._prepared: tuple[SamplingMode, ...] = ()
         super().__init__(programs, fixed, self._shapes_of)
 
     def lend_pages(self, host: HostLayers | None) -> None:
         """Sets the pages in host memory that programs read from now on; None: none."""
+        self._lent = host
         lent = self._read_only if host is None else self._read_only._replace(host=host)
         self.lend("read_only", lent)
+
+    def replace_weights(self, params: Params) -> None:
+        """Replaces the weights by others of the same shapes, and constants derived from them."""
+        known = renewed(params, self._read_only.constants or {})
+        self._read_only = self._read_only._replace(constants=known or None)
+        self.replace(weights=params.weights, read_only=self._read_only)
+        self.lend_pages(self._lent)
 
     def require_evictable(self) -> None:
         """Raises ValueError if the policy evicts and its state does not fit decoding rows."""

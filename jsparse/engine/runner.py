@@ -91,15 +91,24 @@ class Runner:
             rows: jax.device_put(row_sampling([neutral()] * rows, spec.decoder.config.vocab_size))
             for rows in spec.sizes.prefill_rows
         }
-        self._slots: Slots = programs.run(start.key())
-        # K and V, if they are in host memory
-        self._host: HostLayers = ()
-        if spec.sizes.tail_tokens:
-            self._host = host_pages.empty_pages(spec.cache)
-            programs.lend_pages(self._host)
         # the pages of swapped sequences, in host memory
         self._swapped: dict[int, list[SwappedPages]] = {}
         self._copying: deque[SwappedPages] = deque()
+        self.allocate()
+
+    def allocate(self) -> None:
+        """Allocates empty slots, and K and V in host memory if they belong there."""
+        self._slots: Slots = self._programs.run(start.key())
+        self._host: HostLayers = ()
+        if self._spec.sizes.tail_tokens:
+            self._host = host_pages.empty_pages(self._spec.cache)
+            self._programs.lend_pages(self._host)
+
+    def free(self) -> None:
+        """Frees the slots, and host memory; no program may run until `allocate`."""
+        for array in jax.tree.leaves(self._slots):
+            array.delete()
+        self.forget()
 
     def warm_up(self, programs: Iterable[ProgramKey]) -> None:
         """Warms programs up with placeholder inputs: on a GPU, first runs take longer.

@@ -25,8 +25,8 @@ class EngineSpec:
     """The engine that programs are compiled for.
 
     Attributes:
-        deployment: the model, the policy that decodes, and the sizes of the rows and of the pool of
-            pages that they share.
+        deployment: the model, with the shapes of its weights in place of them, the policy that
+            decodes, and the sizes of the rows and of the pool of pages that they share.
         sizes: the static sizes of programs and plans.
         knobs: the names of the hyper-parameters that requests may set.
         layer_stats: whether results hold the shares of each layer.
@@ -111,7 +111,7 @@ def engine_spec(params: Params, policy: AnyPolicy, options: EngineOptions) -> En
         sizes = sizes._replace(drafts=tuple(drafts), adapts=admitted.adapts)
     pool = rows._replace(pool_pages=sizes.num_groups * rows.num_kv_heads)
     return EngineSpec(
-        admitted._replace(spec=pool),
+        admitted._replace(spec=pool, params=params.without_weights()),
         sizes=sizes,
         knobs=tuple(sorted(set(options.per_request))),
         layer_stats=bool(options.layer_stats),

@@ -9,7 +9,7 @@ import dataclasses
 import hashlib
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from weakref import WeakKeyDictionary
@@ -67,6 +67,18 @@ def constants(
         name: _boundary_classes(params, policy) if name in of_text else _placed(params, name)
         for name in needed
     } or None
+
+
+def renewed(params: Params, known: Mapping[str, Array]) -> dict[str, Array]:
+    """Returns the constants of a model with new weights, in place of those of its old weights.
+
+    Those that have a maker are computed, and not stored on disk; the others are kept.
+    """
+    made: dict[str, Array] = {}
+    for make in dict.fromkeys(MAKERS[name] for name in known if name in MAKERS):
+        made |= make(params, lambda *_: None)
+    params.constants.update(made)
+    return {name: _placed(params, name) if name in made else own for name, own in known.items()}
 
 
 def _placed(params: Params, name: str) -> Array:

@@ -86,6 +86,12 @@ class ProgramSet:
             if name in given:
                 given[name] = value
 
+    def replace(self, **values: Any) -> None:
+        """Replaces fixed arguments by others of the same shapes, for all programs to come also."""
+        for of_programs in (self._fixed, self._given):
+            for given in of_programs.values():
+                given |= {name: value for name, value in values.items() if name in given}
+
     def expect(self, wanted: Iterable[ProgramKey]) -> None:
         """Starts compiling those programs that are not compiled yet, and returns at once."""
         for each in wanted:

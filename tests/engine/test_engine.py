@@ -230,7 +230,7 @@ def test_on_output_must_not_call_the_same_llm(dense):
     def again(output):
         dense.generate(PROMPTS[0], greedy(2))
 
-    with pytest.raises(ValueError, match="on_output: must not call the LLM that calls it"):
+    with pytest.raises(ValueError, match="on_output: must not call generate of the LLM"):
         dense.generate(PROMPTS[0], greedy(2), on_output=again)
     assert len(dense.generate(PROMPTS[0], greedy(2))) == 1
     assert_at_rest(dense)

@@ -10,7 +10,7 @@ from jsparse.models.tokenizer import Tokenizer
 from jsparse.runtime.collecting import NewTokens, OutputBuilder
 from jsparse.runtime.request import Request
 from jsparse.runtime.sampling_params import SamplingParams
-from jsparse.server.text import Texts
+from jsparse.server.text import Texts, TokenLogprobs
 
 FILE = Path(__file__).parents[1] / "fixtures" / "tokenizers" / "llama.gguf"
 PROMPT, T, A, END = 275, 264, 266, 2  # "is", " t", " a", "</s>"
@@ -37,10 +37,10 @@ def test_text_keeps_its_first_space(tokenizer):
     named = [own.decoded_token for each in out.logprobs for own in each.values()]
     assert named == [" t", " a", " t"]
     texts = Texts(tokenizer)
-    shown = texts.completion_logprobs(out, 0)
+    shown, end = texts.completion_logprobs(TokenLogprobs.of_completion(out), 0)
     texts.close()
     assert "".join(shown["tokens"]) == out.text
-    assert shown["text_offset"] == [0, 2, 4]
+    assert [*shown["text_offset"], end] == [0, 2, 4, 6]
 
 
 @pytest.mark.parametrize(("stop", "ids", "text"), [(" a", [T, A], " t"), ("</s>", [T, END], " t")])

@@ -219,22 +219,21 @@ def elsewhere(linked, gone, monkeypatch):
     made_programs, threads = core.LeaderPrograms, []
 
     def make(scale: float) -> jsparse.LLM:
-        def programs(spec, link, **options):
+        def programs(spec, params, link, **options):
             mesh = Mesh(np.array(jax.devices()[2:4]), ("ranks",))
             place = NamedSharding(mesh, SHARDED)
-            deployment = spec.deployment
-            params = deployment.params
             weights = jax.tree.map(lambda x: jax.device_put(scale * x, place), params.weights)
-            params = replace(params, weights=weights, mesh=mesh)
-            theirs = replace(spec, deployment=deployment._replace(params=params))
+            own = replace(params, weights=weights, mesh=mesh)
+            deployment = spec.deployment._replace(params=own.without_weights())
+            theirs = replace(spec, deployment=deployment)
 
             def follow() -> None:
                 with suppress(SystemExit):
-                    follower.follow_and_exit(theirs, other, check_ranks=True)
+                    follower.follow_and_exit(theirs, own, other, check_ranks=True)
 
             threads.append(threading.Thread(target=follow, daemon=True))
             threads[0].start()
-            return made_programs(spec, link, **options)
+            return made_programs(spec, params, link, **options)
 
         monkeypatch.setattr(core, "LeaderPrograms", programs)
         params = spread(tiny_params(num_layers=2, num_heads=4, num_kv_heads=2), 2)
