@@ -72,6 +72,9 @@ def test_fields_without_effect_are_accepted():
         {"service_tier": "default", "parallel_tool_calls": False, "tool_choice": "none"},
         {"function_call": "auto", "documents": [], "chat_template_kwargs": {}},
         {"logprobs": False, "top_logprobs": 0, "priority": 0, "return_token_ids": False},
+        # sglang-router 0.3.2 adds these to every request
+        {"no_stop_trim": False, "separate_reasoning": True, "stream_reasoning": True},
+        {"return_hidden_states": False},
     ]:
         plain, made = (
             parse(ChatRequest, json.dumps({"messages": HI} | given).encode())
