@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import importlib.util
 import inspect
 import json
 import re
@@ -24,6 +25,7 @@ from tests.support.tiny import VOCAB, random_prompts, tiny_params
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 TRAINING = ROOT / "examples" / "train_gates.py"
+RAY = ROOT / "examples" / "ray_serve.py"
 
 
 def cells(pattern: str) -> Iterator[dict[str, Any]]:
@@ -175,6 +177,8 @@ def test_training_example_runs(monkeypatch, capsys):
     "example", [path for path in EXAMPLES if path != TRAINING], ids=lambda path: path.stem
 )
 def test_examples_run(example):
+    if example == RAY and importlib.util.find_spec("ray") is None:
+        pytest.skip("needs the package ray[serve]")
     ran = subprocess.run([sys.executable, str(example)], capture_output=True, text=True, check=True)
     assert re.search(r"attended +\d+ ?%", ran.stdout)
 
