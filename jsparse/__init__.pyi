@@ -16,6 +16,10 @@ from jsparse.policies.expressions import as_policy as parse_policy  # noqa: F401
 from jsparse.policy import Policy as Policy
 from jsparse.runtime.collecting import CompletionOutput as CompletionOutput
 from jsparse.runtime.collecting import Logprob as Logprob
+from jsparse.runtime.functional import Batch as Batch
+from jsparse.runtime.functional import decode_step as decode_step
+from jsparse.runtime.functional import init_batch as init_batch
+from jsparse.runtime.functional import prefill as prefill
 from jsparse.runtime.host_reader import Generation as Generation
 from jsparse.runtime.host_reader import GenerationStats as GenerationStats
 from jsparse.runtime.sampling_params import SamplingParams as SamplingParams

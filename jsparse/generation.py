@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, Unpack, overload
 
+import jax
+import jax.core as jax_core
 import numpy as np
 from jaxtyping import Array
 
@@ -130,6 +132,7 @@ def generate(
         FloatingPointError: the model's logits are NaN.
     """
     require_params(params)
+    _require_concrete(params, prompt)
     rows, alone = prompts.encode(params, prompt)
     given = chosen_sampling(
         params,
@@ -156,3 +159,14 @@ def generate(
     turn = requests(params, rows, options, session.deployment.policy, seed=seed)
     outs = run(session, turn, streamers_of(streamer, len(rows)), on_progress or (lambda *_: None))
     return outs[0] if alone else outs
+
+
+def _require_concrete(params: Params, prompt: Any) -> None:
+    """Raises ValueError in a function that jax traces."""
+    weights = jax.tree.leaves(params.weights)[0]
+    for name, value in (("params", weights), ("prompt", prompt)):
+        if isinstance(value, jax_core.Tracer):
+            raise ValueError(
+                f"{name}: must not be traced, since generate reads tokens on the host; use "
+                "jsparse.prefill and jsparse.decode_step in jitted functions"
+            )

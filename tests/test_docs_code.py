@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 import tokenizers
@@ -26,6 +27,7 @@ from tests.support.tiny import VOCAB, random_prompts, tiny_params
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 TRAINING = ROOT / "examples" / "train_gates.py"
 RAY = ROOT / "examples" / "ray_serve.py"
+LEARNING = ROOT / "examples" / "rl_loop.py"
 
 
 def cells(pattern: str) -> Iterator[dict[str, Any]]:
@@ -174,13 +176,34 @@ def test_training_example_runs(monkeypatch, capsys):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "example", [path for path in EXAMPLES if path != TRAINING], ids=lambda path: path.stem
+    "example",
+    [path for path in EXAMPLES if path not in (TRAINING, LEARNING)],
+    ids=lambda path: path.stem,
 )
 def test_examples_run(example):
     if example == RAY and importlib.util.find_spec("ray") is None:
         pytest.skip("needs the package ray[serve]")
     ran = subprocess.run([sys.executable, str(example)], capture_output=True, text=True, check=True)
     assert re.search(r"attended +\d+ ?%", ran.stdout)
+
+
+@pytest.mark.slow
+def test_jitted_generation_of_the_docs_is_generate():
+    (code,) = (each for each in blocks(ROOT / "docs" / "models.md", "python") if "prefill" in each)
+    written: dict[str, Any] = {"jsparse": jsparse, "jax": jax, "params": jsparse.load("smollm2")}
+    exec(code, written)
+    policy, text = "quest(budget=1024)", "Gravity is"
+    out = jsparse.generate(written["params"], text, policy=policy, max_new_tokens=32)
+    assert written["ids"].tolist() == [out.token_ids]
+
+
+@pytest.mark.slow
+def test_training_loop_learns(capsys):
+    written = runpy.run_path(str(LEARNING))
+    written["main"].__globals__["STEPS"] = 7
+    written["main"]()
+    rewards = [float(found) for found in re.findall(r"reward ([\d.]+)", capsys.readouterr().out)]
+    assert len(rewards) == 7 and min(rewards[-2:]) > max(rewards[:2])
 
 
 @pytest.mark.slow

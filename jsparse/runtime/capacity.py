@@ -72,8 +72,7 @@ def cache_spec(
             continue
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{name}={value!r}: must be an integer of at least 1")
-    if not isinstance(page_size, int) or page_size not in PAGE_SIZES:
-        raise ValueError(f"page_size={page_size!r}: must be one of {PAGE_SIZES}")
+    _require_page_size(page_size)
     config = params.config
     new = max_new_tokens if isinstance(max_new_tokens, Sequence) else [max_new_tokens] * len(rows)
     needed, prompt, tokens = max(
@@ -90,20 +89,36 @@ def cache_spec(
                 f"must be at most {limit}, {name}"
             )
     slots = bucket(needed, page_size) if max_length is None else max_length
+    return spec_of(params, len(rows), slots, page_size)
+
+
+def spec_of(params: Params, batch: int, max_length: int, page_size: int) -> CacheSpec:
+    """Returns the sizes of the cache for `batch` rows of up to `max_length` tokens each.
+
+    Raises:
+        ValueError: there is no such page size.
+    """
+    _require_page_size(page_size)
+    config = params.config
     return CacheSpec(
         num_layers=config.num_layers,
-        batch=len(rows),
+        batch=batch,
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         page_size=page_size,
-        num_pages=-(-slots // page_size),
+        num_pages=-(-max_length // page_size),
         dtype=jnp.dtype(params.dtype),
         model=params.name,
         types=params.types,
         ranks=1 if params.mesh is None else params.mesh.size,
         kv_cache_dtype=params.kv_cache_dtype,
     )
+
+
+def _require_page_size(page_size: int) -> None:
+    if not isinstance(page_size, int) or page_size not in PAGE_SIZES:
+        raise ValueError(f"page_size={page_size!r}: must be one of {PAGE_SIZES}")
 
 
 def policy_bytes(spec: CacheSpec, policy: Policy) -> int:

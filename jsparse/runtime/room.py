@@ -14,7 +14,7 @@ from jsparse.cache import CacheSpec, KVCache, ReadOnly, step_view, without_borro
 from jsparse.hooks import State
 from jsparse.policy import Eviction, Policy
 from jsparse.runtime import capacity
-from jsparse.runtime.compilation import program
+from jsparse.runtime.compilation import inlined, program
 from jsparse.runtime.spread_programs import SHARDED
 
 
@@ -46,18 +46,20 @@ def after_prompt(
     prompts: Sequence[int],
     limits: Sequence[int],
     mesh: Mesh | None = None,
+    *,
+    within: bool = False,
 ) -> tuple[KVCache, State]:
     """Runs the policy's eviction after the prompts, once, before the first step.
 
     `prompts` and `limits` are as in `require_pages`; `mesh` has the devices that the model is
-    spread over.
+    spread over. With `within`, it becomes part of the calling program.
 
     Raises:
         ValueError: it leaves heads less room than `max_length`.
     """
     if not _evicts_prompts(policy):
         return cache, state
-    run = evict.on(mesh)
+    run = inlined(evict) if within else evict.on(mesh)
     return run(policy, cache, state, read_only, _slots(policy, spec, prompts, limits))
 
 

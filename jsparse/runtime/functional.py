@@ -1,0 +1,206 @@
+"""Prefill and decode steps as functions of arrays, for JAX programs of one's own.
+
+`init_batch` allocates; `prefill` and `decode_step` may be called in jitted functions and loops.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float32, Int32
+
+from jsparse.cache import KVCache, ReadOnly
+from jsparse.cache.spec import CacheSpec
+from jsparse.hooks import State
+from jsparse.hyper_parameters import whole_number
+from jsparse.machine.jax_settings import own_settings
+from jsparse.models.checkpoint import Params, require_on_one_device
+from jsparse.models.transformer import to_logits
+from jsparse.policies.expressions import as_policy
+from jsparse.policy import AnyPolicy, Policy
+from jsparse.runtime import capacity, chunk_attention, room, rows
+from jsparse.runtime import decode_step as step
+from jsparse.runtime import prefill as prompts
+from jsparse.runtime.admission import admit
+from jsparse.runtime.decode_step import StepStats
+from jsparse.runtime.store import on_host
+from jsparse.shapes import Rows
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["cache", "state", "recent", "steps", "constants"],
+    meta_fields=["policy", "spec"],
+)
+@dataclass(frozen=True)
+class Batch:
+    """B sequences under a policy: a pytree, whose policy and sizes are static.
+
+    Attributes:
+        cache: K and V. `cache.positions` counts the tokens of each row, Int32[B], and
+            `cache.overflow`, Bool[B], says which rows have run out of room; their logits are
+            invalid from then on.
+        state: the policy's state.
+        recent: the newest tokens, which a correction recomputes.
+        steps: the number of decode steps so far.
+        constants: the model's arrays that the policy needs.
+        policy: the policy that decodes.
+        spec: the sizes of the cache.
+    """
+
+    cache: KVCache
+    state: State
+    recent: Int32[Array, "B n"]
+    steps: Int32[Array, ""]
+    constants: Mapping[str, Array] | None
+    policy: Policy
+    spec: CacheSpec
+
+
+@own_settings()
+def init_batch(
+    params: Params,
+    policy: AnyPolicy | str = "dense",
+    *,
+    batch: int = 1,
+    max_length: int,
+    page_size: int = 16,
+) -> Batch:
+    """Allocates an empty batch, and computes the model's constants that the policy needs.
+
+    Args:
+        params: the model; its weights must not be traced.
+        policy: the policy or its expression.
+        batch: B, the number of sequences.
+        max_length: the most tokens of a sequence, prompt included.
+        page_size: the number of tokens per page.
+
+    Raises:
+        ValueError: an argument is out of range, the model is on several devices, the policy keeps K
+            and V in host memory, or memory does not suffice.
+    """
+    require_on_one_device(params)
+    for name, value in (("batch", batch), ("max_length", max_length)):
+        whole_number(name, value, 1)
+    if max_length > (most := params.config.max_position_embeddings):
+        raise ValueError(f"max_length={max_length}: must be at most {most}, the model's maximum")
+    spec = capacity.spec_of(params, batch, max_length, page_size)
+    deployment = admit(params, as_policy(policy), spec)
+    policy = deployment.policy
+    if on_host(policy):
+        raise ValueError(f"policy={policy}: must keep K and V on the device here")
+    cache, state = deployment.store.begin(chunk_attention.chunk_tokens(spec))
+    recent, steps = rows.no_recent(policy, batch), jnp.int32(0)
+    return Batch(cache, state, recent, steps, deployment.constants(), policy, spec)
+
+
+@own_settings()
+def prefill(
+    params: Params, batch: Batch, tokens: Any, lengths: Any = None
+) -> tuple[Batch, Float32[Array, "B V"]]:
+    """Prefills the prompts of an empty batch, densely; returns it with the logits that follow them.
+
+    The given batch is donated.
+
+    Args:
+        params: the model of the batch.
+        batch: the result of `init_batch`.
+        tokens: the prompts' ids, padded at the end, [B, T].
+        lengths: the number of each prompt's tokens, from 1 to T, [B]; None: T.
+
+    Raises:
+        ValueError: the shapes do not fit the batch.
+    """
+    tokens = _ids(batch, tokens, 2)
+    if tokens.shape[1] >= batch.spec.capacity:
+        raise ValueError(
+            f"tokens of shape {tokens.shape}: must leave room in the {batch.spec.capacity} tokens "
+            "of each row"
+        )
+    if lengths is None:
+        lengths = jnp.full(tokens.shape[0], tokens.shape[1], jnp.int32)
+    return _prefill(params, batch, tokens, _ids(batch, lengths, 1, "lengths"))
+
+
+@own_settings()
+def decode_step(
+    params: Params, batch: Batch, tokens: Any
+) -> tuple[Batch, Float32[Array, "B V"], StepStats]:
+    """Runs one token of each row through the model, with attention to the policy's selection.
+
+    The given batch is donated. Returns the batch, the logits that follow `tokens`, and the shares
+    of the positions so far that were attended and read in each layer.
+
+    Args:
+        params: the model of the batch.
+        batch: the result of `prefill` or of this function.
+        tokens: the next token of each row, [B].
+
+    Raises:
+        ValueError: the shapes do not fit the batch.
+    """
+    return _decode_step(params, batch, _ids(batch, tokens, 1))
+
+
+@partial(jax.jit, donate_argnames=("batch",))
+def _prefill(
+    params: Params, batch: Batch, tokens: Int32[Array, "B T"], lengths: Rows
+) -> tuple[Batch, Float32[Array, "B V"]]:
+    decoder, policy, spec = params.decoder, batch.policy, batch.spec
+    read_only = ReadOnly(batch.constants)
+    carry = prompts.prefill_prompts(
+        decoder,
+        policy,
+        params.weights,
+        tokens,
+        lengths,
+        prompts.start(decoder, policy, batch.cache, batch.state),
+        chunk=chunk_attention.chunk_tokens(spec),
+        read_only=read_only,
+        within=True,
+    )
+    longest = tokens.shape[1]
+    cache, state = room.after_prompt(
+        policy,
+        spec,
+        carry.cache,
+        carry.state,
+        read_only,
+        [longest] * spec.batch,
+        [spec.capacity - longest] * spec.batch,
+        within=True,
+    )
+    logits = to_logits(decoder, params.weights, carry.last_hidden)
+    return replace(batch, cache=cache, state=state), logits
+
+
+@partial(jax.jit, donate_argnames=("batch",))
+def _decode_step(
+    params: Params, batch: Batch, tokens: Rows
+) -> tuple[Batch, Float32[Array, "B V"], StepStats]:
+    model, read_only = (params.decoder, batch.policy, params.weights), ReadOnly(batch.constants)
+    logits, cache, state, stats = step.decode_step(
+        *model, tokens, batch.cache, batch.state, read_only
+    )
+    recent = jnp.concatenate([batch.recent, tokens[:, None]], axis=1)[:, 1:]
+    made = rows.Batch(tokens, cache, state, (), batch.steps + 1, recent)
+    for service, every in batch.policy.services.every.items():
+        run = partial(rows.serviced, service, *model, read_only, within=True)
+        made = jax.lax.cond(made.made % every == 0, run, lambda same: same, made)
+    after = replace(batch, cache=made.cache, state=made.state, recent=made.recent, steps=made.made)
+    return after, logits, stats
+
+
+def _ids(batch: Batch, given: Any, ndim: int, name: str = "tokens") -> Array:
+    """Returns integers of the batch, [B] or [B, T]; ValueError: they are something else."""
+    ids = jnp.asarray(given)
+    whole, size = jnp.issubdtype(ids.dtype, jnp.integer), batch.spec.batch
+    if not whole or ids.ndim != ndim or ids.shape[0] != size:
+        wanted = f"[{size}]" if ndim == 1 else f"[{size}, T]"
+        raise ValueError(
+            f"{name} of shape {ids.shape} and type {ids.dtype}: must be integers {wanted}"
+        )
+    return ids.astype(jnp.int32)
