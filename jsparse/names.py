@@ -40,7 +40,6 @@ _LORA = "adapters are not supported; merge them into the weights before loading"
 _GUIDED = ("choice", "grammar", "json", "regex")
 
 SAMPLING: Mapping[str, Refusal] = {
-    "bad_words": Refusal("must be empty; logit_bias={id: -100} forbids a token", []),
     "best_of": Refusal("must be 1; use n, which returns all sequences", 1),
     "detokenize": Refusal("must be True; outputs have a text and token_ids", True),
     "early_stopping": Refusal(_BEAMS, False),
@@ -59,7 +58,7 @@ SAMPLING: Mapping[str, Refusal] = {
 GENERATE: Mapping[str, Refusal] = {
     "assistant_model": Refusal("use exact=True: the model drafts for itself, under policy"),
     "attention_mask": Refusal(_PADDING),
-    "bad_words_ids": Refusal("use sampling=SamplingParams(logit_bias={id: -100})"),
+    "bad_words_ids": Refusal("use sampling=SamplingParams(bad_words=[…])"),
     "cache_implementation": Refusal("policy chooses the kept tokens; max_length is the capacity"),
     "early_stopping": Refusal(_BEAMS, False),
     "generation_config": Refusal(

@@ -42,6 +42,7 @@ class Constraint:
         table_words: the words of the bits that it finds.
         own_ends: the bits of the tokens that it takes for the end.
         ends: the bits of the tokens that end the output.
+        special: the bits of the tokens that may always come, and are no part of the text.
         reasoning: the free text before the output; None: there is none.
     """
 
@@ -51,15 +52,16 @@ class Constraint:
         table_words: int,
         own_ends: np.ndarray,
         ends: np.ndarray,
+        special: np.ndarray,
         reasoning: "Reasoning | None" = None,
     ) -> None:
         """Starts an output; `constraint` compiles the grammar."""
         self.matcher, self.table_words, self.own_ends = matcher, table_words, own_ends
-        self.ends, self.reasoning = ends, reasoning
+        self.ends, self.special, self.reasoning = ends, special, reasoning
 
     def copy(self) -> "Constraint":
         """Returns the state of another output that has begun alike."""
-        others = self.table_words, self.own_ends, self.ends
+        others = self.table_words, self.own_ends, self.ends, self.special
         return Constraint(self.matcher.deep_copy(), *others, copy(self.reasoning))
 
     @property
@@ -74,6 +76,8 @@ class Constraint:
     def take(self, ids: Sequence[int]) -> None:
         """Appends tokens to the output."""
         for token in ids:
+            if self.special[token // 32] >> (token % 32) & 1:
+                continue
             if self.reasoning is None or not self.reasoning.take(token):
                 self.matcher.consume_token(token)
 
@@ -108,6 +112,7 @@ def allowed(states: Sequence[Constraint]) -> UInt32[np.ndarray, "n words"]:
             own[:] = state.reasoning.free & ~state.ends
             continue
         own &= ~state.own_ends
+        own |= state.special
         if state.matcher.is_accepting():
             own |= state.ends
         if state.reasoning is not None:
@@ -161,6 +166,8 @@ def constraint(
     vocab_size: int,
     prompt: np.ndarray,
     min_tokens: int = 0,
+    *,
+    special: bool = False,
 ) -> Constraint:
     """Compiles a grammar, in a thread of its own: some take seconds.
 
@@ -171,12 +178,13 @@ def constraint(
         vocab_size: the number of the model's logits.
         prompt: the ids before the output, whose last ones may open reasoning.
         min_tokens: the number of tokens before which nothing ends the output.
+        special: whether special tokens, such as tags of tool calls, may come at any place.
 
     Raises:
         ValueError: the grammar is malformed or too complex, no token may come first, or the bytes
             of tokens are unknown.
     """
-    given = tokenizer, wanted, ends, vocab_size, prompt, min_tokens
+    given = tokenizer, wanted, ends, vocab_size, prompt, min_tokens, special
     return _thread().submit(_compiled, *given).result()
 
 
@@ -199,6 +207,7 @@ def _compiled(
     vocab_size: int,
     prompt: np.ndarray,
     min_tokens: int,
+    special: bool,
 ) -> Constraint:
     name = f"structured_outputs.{wanted.format}"
     table, compiled = _compiler(tokenizer, vocab_size)
@@ -215,7 +224,9 @@ def _compiled(
         opened = wanted.after_reasoning == "begun" or opens_reasoning(tail)
         reasoning = Reasoning(tokenizer, vocab_size, opened=opened)
     words = -(-table.vocab_size // 32)
-    made = Constraint(matcher.deep_copy(), words, own_ends, of_request, reasoning)
+    named = [token for token in tokenizer.control_token_ids() if token < vocab_size]
+    free = bits(named if special else [], vocab_size) & ~(own_ends | of_request)
+    made = Constraint(matcher.deep_copy(), words, own_ends, of_request, free, reasoning)
     first = matcher.deep_copy()
     mask = np.frombuffer(first.compute_bitmask(), np.uint32)[: own_ends.size] & ~own_ends[:words]
     if first.is_error():

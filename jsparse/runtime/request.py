@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jsparse.runtime.sampling_params import MAX_END_IDS, OFF, SamplingParams
-from jsparse.runtime.structured_outputs import StructuredOutputsParams
+from jsparse.runtime.structured_outputs import StructuredOutputsParams, without_words
 from jsparse.text import prompts
 
 if TYPE_CHECKING:
@@ -171,12 +171,20 @@ def _request(
             f"min_tokens={sampling.min_tokens}: must be 0 if all of allowed_token_ids end the text"
         )
     array, constraint = np.asarray(ids, np.int32), None
-    if isinstance(wanted := sampling.structured_outputs, StructuredOutputsParams):
+    wanted = without_words(sampling.bad_words) if sampling.bad_words else None
+    wanted = wanted or sampling.structured_outputs
+    if isinstance(wanted, StructuredOutputsParams):
         from jsparse.runtime.constraint import constraint as compiled
 
-        tokenizer = prompts.tokenizer_of(params, "structured_outputs")
+        name = "bad_words" if sampling.bad_words else "structured_outputs"
         sizes = params.config.vocab_size, array, sampling.min_tokens
-        constraint = compiled(tokenizer, wanted, ends, *sizes)
+        constraint = compiled(
+            prompts.tokenizer_of(params, name),
+            wanted,
+            ends,
+            *sizes,
+            special=name == "bad_words",
+        )
     stream = 0 if own_seed else row
     return Request(array, resolved, ends, stream, constraint)
 

@@ -16,6 +16,7 @@ from jsparse.runtime.structured_outputs import StructuredOutputsParams, structur
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 # widths of arrays in jsparse.runtime.sampling.RowSampling
 MAX_BIASES, MAX_END_IDS = 300, 16
+MAX_BAD_CHARS = 4096
 # the value at which each option does nothing, for models without defaults of their own
 OFF = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
 
@@ -24,11 +25,11 @@ OFF = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_p
 class SamplingParams:
     """The options of one request, with the names that vLLM uses.
 
-    Options change the logits in this order: allowed_token_ids or structured_outputs, logit_bias,
-    min_tokens, repetition_penalty, presence_penalty and frequency_penalty, temperature, top_k,
-    top_p, min_p. At temperature 0 the most likely token after the penalties is chosen. None for an
-    option from temperature to repetition_penalty means the value in the model's generation_config,
-    else off.
+    Options change the logits in this order: allowed_token_ids, structured_outputs or bad_words,
+    logit_bias, min_tokens, repetition_penalty, presence_penalty and frequency_penalty, temperature,
+    top_k, top_p, min_p. At temperature 0 the most likely token after the penalties is chosen. None
+    for an option from temperature to repetition_penalty means the value in the model's
+    generation_config, else off.
 
     Attributes:
         temperature: the sampling temperature; 0: greedy.
@@ -48,6 +49,8 @@ class SamplingParams:
         structured_outputs: what the text must consist of, such as a JSON schema or a regular
             expression; None: anything. A mapping has the names of StructuredOutputsParams. The text
             ends where it is complete and nothing can follow, or at max_tokens, then incomplete.
+        bad_words: strings that the text must not contain, not even within words; at most 4,096
+            characters together. Not with allowed_token_ids or structured_outputs.
         n: the number of sequences to generate, from 1 to 16; `generate` supports only 1.
         seed: the random seed; the same seed gives the same text, whatever else is in the batch.
             None: derived from the seed of the call, differently for each prompt.
@@ -96,6 +99,7 @@ class SamplingParams:
     structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = field(
         default=None, hash=False
     )
+    bad_words: Sequence[str] | None = ()
     n: int = 1
     seed: int | None = None
     stop: str | Sequence[str] | None = ()
@@ -143,7 +147,8 @@ class SamplingParams:
         object.__setattr__(self, "policy", dict(self.policy))
         for name, check, none in (
             ("logit_bias", _biases, {}),
-            ("stop", _stop_strings, ()),
+            ("stop", partial(_strings, "stop"), ()),
+            ("bad_words", partial(_strings, "bad_words"), ()),
             ("stop_token_ids", partial(_ids, "stop_token_ids"), ()),
         ):
             given = getattr(self, name)
@@ -156,6 +161,16 @@ class SamplingParams:
             if not allowed or wanted is not None:
                 rule = "of at least one id" if not allowed else "None with structured_outputs"
                 raise ValueError(f"allowed_token_ids={[*allowed]}: must be {rule}")
+        if words := self.bad_words:
+            if wanted is not None or self.allowed_token_ids is not None:
+                raise ValueError(
+                    f"bad_words={[*words]}: must be empty with structured_outputs or "
+                    "allowed_token_ids"
+                )
+            if (size := sum(map(len, words))) > MAX_BAD_CHARS:
+                raise ValueError(
+                    f"bad_words has {size} characters: must have at most {MAX_BAD_CHARS} together"
+                )
 
     @property
     def greedy(self) -> bool:
@@ -168,6 +183,7 @@ class SamplingParams:
             and self.min_tokens == 0
             and self.allowed_token_ids is None
             and self.structured_outputs is None
+            and not self.bad_words
         )
 
 
@@ -199,16 +215,17 @@ def _option(name: str, value: Any) -> Any:
     return max(number, 0) if name == "top_k" else number
 
 
-def _stop_strings(stop: Any) -> tuple[str, ...]:
-    if not isinstance(stop, Sequence):
-        raise ValueError(f"stop={stop!r}: must be a string or a list of strings")
-    stop = (stop,) if isinstance(stop, str) else tuple(stop)
-    for text in stop:
+def _strings(name: str, given: Any) -> tuple[str, ...]:
+    if not isinstance(given, Sequence):
+        raise ValueError(f"{name}={given!r}: must be a string or a list of strings")
+    texts = (given,) if isinstance(given, str) else tuple(given)
+    for text in texts:
         if not isinstance(text, str) or not text or not _is_unicode(text):
             raise ValueError(
-                f"stop={list(stop)!r}: must be strings of at least one character without surrogates"
+                f"{name}={list(texts)!r}: must be strings of at least one character without "
+                "surrogates"
             )
-    return stop
+    return texts
 
 
 def _ids(name: str, tokens: Any) -> tuple[int, ...]:

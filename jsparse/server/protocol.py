@@ -148,6 +148,7 @@ class GenerationRequest(RequestBody):
     allowed_token_ids: list[int] | None = Field(None, max_length=MAX_ALLOWED)
     structured_outputs: Annotated[dict[str, Any], _at_most(MAX_KNOBS)] | None = None
     response_format: ResponseFormat | None = None
+    bad_words: list[str] | None = None
     policy: Annotated[dict[str, bool | float], _at_most(MAX_KNOBS)] = Field(default_factory=dict)
     exact: bool | None = None
     cache_salt: str = Field("", max_length=MAX_SALT_CHARS)

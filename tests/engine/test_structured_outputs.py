@@ -138,6 +138,14 @@ def test_allowed_token_ids_are_the_only_ones(llm):
     assert free.token_ids != out.token_ids
 
 
+def test_bad_words_do_not_occur(llm):
+    (free,) = llm.generate(PROMPTS[2], greedy(12))[0].outputs
+    words = [free.text[at : at + 2] for at in (3, 6)]
+    (out,) = llm.generate(PROMPTS[2], greedy(12, bad_words=words))[0].outputs
+    assert all(word in free.text and word not in out.text for word in words)
+    assert (out.finish_reason, len(out.token_ids)) == ("length", 12)
+
+
 def test_biases_penalties_and_stop_strings_apply_within_the_structure(llm):
     digits = {TOKENIZER.encode("7")[0]: 90.0}
     own = greedy(20, structured_outputs={"regex": "[0-9]{6}"}, logit_bias=digits)
@@ -165,6 +173,12 @@ def test_biases_penalties_and_stop_strings_apply_within_the_structure(llm):
             {"allowed_token_ids": [*TOKENIZER.eos_token_ids], "min_tokens": 1},
             "min_tokens=1: must be 0 if all of allowed_token_ids end the text",
         ),
+        (
+            {"bad_words": ["a"], "structured_outputs": {"regex": "a"}},
+            r"bad_words=\['a'\]: must be empty with structured_outputs",
+        ),
+        ({"bad_words": ["a" * 5000]}, "bad_words has 5000 characters: must have at most 4096"),
+        ({"bad_words": [""]}, r"bad_words=\[''\]: must be strings of at least one character"),
         ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex: "),
         ({"guided_json": {}}, "guided_json={}: use structured_outputs"),
     ],
