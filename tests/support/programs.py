@@ -93,11 +93,15 @@ def pytest_addoption(parser):
     )
 
 
+def pytest_configure():
+    """Looks for garbage rarely: imports, traces and compiled programs allocate much and stay."""
+    gc.set_threshold(100_000, 20, 20)
+
+
 def pytest_collection_finish(session):
     """Starts counting; also freezes the objects of tests and modules for the garbage collector."""
     listen()
     gc.freeze()
-    gc.set_threshold(20_000, 20, 20)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -154,6 +158,7 @@ def pytest_sessionfinish(session):
         by_test = {test: dict(made) for test, made in _by_test.items()}
         session.config.workeroutput["programs_by_test"] = by_test
         session.config.workeroutput["over_budget"] = _over_budget
+        gc.freeze()  # the process ends; looking for garbage in it would take seconds
     else:
         trim(Path(os.environ["JAX_COMPILATION_CACHE_DIR"]), MAX_BYTES)
 
