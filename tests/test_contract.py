@@ -299,6 +299,7 @@ def seen_by_corrections():
     return seen, states
 
 
+@pytest.mark.slow
 def test_corrections_see_the_appended_tokens():
     """Guarantees for append, select and update: the new tokens are already held, at the end of
     every head.
@@ -480,6 +481,7 @@ def own_and_mixed():
     return logits(0, {"p": 0.5}, {}, {"p": 0.9}, {"dense": True}), logits(0), logits(1)
 
 
+@pytest.mark.slow
 def test_row_sets_its_own_value():
     mixed, own, half = own_and_mixed()
     row = SlowRow(SlowModel(tiny_params(num_layers=1)), KNOB_PROMPTS[3])

@@ -162,7 +162,10 @@ def test_response_stays_in_the_cache_if_it_is_dense_attentions(params, case):
     assert totals == [whole[0], whole[1] - whole[0] - kept]
 
 
-def test_turn_that_failed_before_prefill_keeps_the_previous_one(params):
+@pytest.mark.parametrize(
+    "options", slow_except([{}, {"policy": "quest(budget=16)", "exact": True}], {}), ids=str
+)
+def test_turn_that_failed_before_prefill_keeps_the_previous_one(params, options):
     """The session and the conversation end where the previous turn did."""
 
     class Broken:
@@ -172,7 +175,7 @@ def test_turn_that_failed_before_prefill_keeps_the_previous_one(params):
         def end(self):
             pass
 
-    chat = Chat(params, policy="quest(budget=16)", exact=True)
+    chat = Chat(params, **options)
     chat.say(SAID[0])
     asked = [*chat.messages, {"role": "user", "content": SAID[1]}]
     with pytest.raises(OSError, match="gone"):

@@ -131,6 +131,7 @@ def test_model_defaults_can_be_requested(llm, params, monkeypatch):
     assert llm.get_default_sampling_params() == SamplingParams(temperature=0.7)
 
 
+@pytest.mark.slow
 def test_special_tokens_stay_in_the_text_on_request(llm):
     (end,) = llm.get_tokenizer().encode("<|eot_id|>", add_special_tokens=False)
     forced = {"logit_bias": {end: 100}, "ignore_eos": True, "max_tokens": 2}

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jsparse.selection.threshold import budget_mask, compact, top_k_ids, top_k_mask, top_p_mask
+from tests.support.marks import slow_except
 
 SIZE = 12
 TINY = float(np.finfo(np.float32).tiny)
@@ -175,7 +176,7 @@ def test_compact_lists_the_marked(rows, which):
         assert (got.tolist(), n) == slow_compact(row, capacity)
 
 
-@pytest.mark.parametrize("dtype", [np.uint16, np.uint32])
+@pytest.mark.parametrize("dtype", slow_except([np.uint16, np.uint32], np.uint32))
 def test_several_bits_per_pass_find_the_same(dtype, monkeypatch):
     """As on a GPU."""
     rng = np.random.default_rng(3)

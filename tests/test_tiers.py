@@ -52,6 +52,7 @@ def run(folder: Path, *options: str, **environment: str) -> str:
     return ran.stdout
 
 
+@pytest.mark.slow
 def test_tests_that_cannot_run_are_counted_and_slow_tests_are_split(tmp_path):
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = slow\n  browser\n")
     (tmp_path / "test_x.py").write_text(

@@ -81,6 +81,7 @@ def test_requests_arrive_on_schedule_and_outputs_keep_their_order():
     assert times[1] < times[2] < times[0]
 
 
+@pytest.mark.slow
 def test_command_prints_its_measurements(tmp_path, monkeypatch):
     def unprepared(*model):  # compile programs on demand
         return Engine(*model[:-1], replace(model[-1], prepare=False))

@@ -89,6 +89,7 @@ def interrupt(monkeypatch):
     monkeypatch.setattr(Conversation, "answer", interrupted)
 
 
+@pytest.mark.slow
 def test_missing_platform_is_one_line():
     ran = subprocess.run(
         [*COMMAND, "info", TINY],
@@ -201,6 +202,7 @@ def test_mistake_is_one_line_and_exit_code_2():
     )
 
 
+@pytest.mark.slow
 def test_inspect_refuses_in_one_line():
     assert_refused(
         (["inspect", "the cat", *ON_TINY[:2], "--layer", "99"], "layer=99: must be from 0 to"),
@@ -371,6 +373,7 @@ def own(tmp_path):
     return f"{tmp_path / 'own.py'}:mine"
 
 
+@pytest.mark.slow
 def test_user_defined_policy_generates_and_is_described(own):
     options = ["--model", TINY, "--max-new-tokens", "8", "--json"]
     ran = printed("generate", "the the the the", "--policy", own, *options)

@@ -94,6 +94,7 @@ def test_help_shows_no_internal_types():
         assert "{model}" not in shown, command
 
 
+@pytest.mark.slow
 def test_shell_completes_policies(monkeypatch):
     assert "--install-completion" in run("--help").stdout
     assert "--install-completion" not in run("bench", "--help").stdout

@@ -277,7 +277,8 @@ def test_nan_logits_end_only_their_request(caplog):
 
 def test_prompt_with_nan_leaves_no_cached_blocks():
     """Wherever the NaN is: the cache holds zeros in its place."""
-    llm = tiny_llm(params=with_nan(tiny_params(num_layers=2), 7), ladder=LADDER)
+    params = with_nan(tiny_params(num_layers=2), 7)
+    llm = tiny_llm(params=params, steps_per_program=2, ladder=LADDER)
     for place in (0, 20, 37):
         prompt = [13] * 41
         prompt[place] = 7
@@ -292,7 +293,7 @@ def test_prompt_with_nan_leaves_no_cached_blocks():
 
 
 def test_device_error_fails_all_requests_and_the_engine(monkeypatch):
-    llm = tiny_llm()
+    llm = tiny_llm(steps_per_program=2, ladder=LADDER)
     llm.generate([PROMPTS[0]], greedy(3))
     engine = llm.engine
     served = []

@@ -75,7 +75,14 @@ def test_a_program_that_blocks_the_host_is_timed_without_its_compilation(monkeyp
     assert seen[0] % 5000 == 2000
 
 
-@pytest.mark.parametrize(("maximum", "ahead"), [(None, 2), (120, 1), (119, 0)])
+@pytest.mark.parametrize(
+    ("maximum", "ahead"),
+    [
+        pytest.param(None, 2, marks=pytest.mark.slow),
+        (120, 1),
+        pytest.param(119, 0, marks=pytest.mark.slow),
+    ],
+)
 def test_host_waits_for_long_programs_before_it_plans_the_next(maximum, ahead, monkeypatch):
     """A new request waits for the in-flight programs."""
     llm = tiny_llm(max_stall_ms=maximum)

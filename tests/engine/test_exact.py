@@ -30,9 +30,10 @@ DRAWN = {
     "logit_bias": {7: 3.0},
     "min_tokens": 4,
 }
+BIASED = {"logit_bias": {7: 1.0}}  # greedy requests run the programs of sampled ones
 # greedy and sampled requests in one batch, of different lengths
 OPTIONS = [
-    greedy(tokens, ignore_eos=True, **({"seed": tokens} | DRAWN if tokens % 2 else {}))
+    greedy(tokens, ignore_eos=True, **({"seed": tokens} | DRAWN if tokens % 2 else BIASED))
     for tokens in (10, 5, 14, 9, 6, 11, 7, 8)
 ]
 QUEST = "quest(budget=16)"
@@ -134,16 +135,16 @@ def test_rounds_without_drafts_run_several_steps(expression, monkeypatch):
 def test_sequences_end_within_a_round():
     """By an end token, or by an abort; tokens in flight are dropped."""
     llm, dense = engine(QUEST), expected()[2].outputs[0].token_ids
-    options = [greedy(14, stop_token_ids=(dense[at],)) for at in (5, 6, 7)]
+    options = [greedy(14, stop_token_ids=(dense[at],), **BIASED) for at in (5, 6, 7)]
     outs = llm.generate([ASKED[2]] * 3, options)
     for out, at in zip(outs, (5, 6, 7), strict=True):
         assert out.outputs[0].token_ids == dense[: dense.index(dense[at]) + 1]
         assert out.outputs[0].finish_reason == "stop"
-    gone = llm.engine.add(asked(llm, ASKED[2], greedy(14)), request_id="gone")
+    gone = llm.engine.add(asked(llm, ASKED[2], greedy(14, **BIASED)), request_id="gone")
     until(llm, lambda: len(gone.builders[0].token_ids) > 3)
     llm.engine.abort("gone")
     until(llm, lambda: llm.engine.idle)
-    (again,) = llm.generate([ASKED[2]], greedy(14))
+    (again,) = llm.generate([ASKED[2]], greedy(14, **BIASED))
     assert again.outputs[0].token_ids == dense
     assert_at_rest(llm)
 

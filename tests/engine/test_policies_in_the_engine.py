@@ -45,10 +45,7 @@ def served(expression):
 # for offloaded policies test_offloaded_in_the_engine checks it
 @pytest.mark.parametrize("expression", slow_except(TABLE, HARD_KV))
 def test_request_in_a_batch_matches_the_request_alone(expression):
-    """Bit for bit, in another slot, over other pages, and with a cached prefix.
-
-    The tokens are also those of `generate`.
-    """
+    """Bit for bit, in another slot, over other pages, and with a cached prefix."""
     llm, crowd = served(expression)
     shares = parse(expression).shares is not None
     for nth in (1, 3, 6, 7):
@@ -58,6 +55,13 @@ def test_request_in_a_batch_matches_the_request_alone(expression):
         window = llm.engine.policy.window
         assert (alone.num_cached_tokens > 0) == (shares and len(ASKED[nth]) - max(1, window) >= 16)
     assert_at_rest(llm)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("expression", TABLE)
+def test_tokens_are_those_of_generate(expression):
+    """By default test_engine.py tests it."""
+    llm, crowd = served(expression)
     made = jsparse.generate(
         llm.engine.params,
         ASKED[7],

@@ -253,6 +253,7 @@ def test_another_process_runs_the_same_programs(elsewhere):
     assert [len(out.outputs[0].token_ids) for out in outs] == [12] * 3
 
 
+@pytest.mark.slow
 def test_ranks_of_one_process_are_checked():
     """With a single process there are no messages."""
     llm = tiny_llm("dense", params=spread(tiny_params(num_layers=1), 2), check_ranks=True)

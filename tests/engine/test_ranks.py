@@ -103,8 +103,8 @@ def test_drafts_and_verification_on_two_devices():
 @pytest.mark.parametrize(
     "switches",
     [
-        {"tie_word_embeddings": True},
-        {"qkv_bias": True, "qk_norm": True},
+        pytest.param({"tie_word_embeddings": True}, marks=pytest.mark.slow),
+        pytest.param({"qkv_bias": True, "qk_norm": True}, marks=pytest.mark.slow),
         {"vocab_size": VOCAB + 1},  # not a multiple of the ranks
     ],
     ids=str,
@@ -152,6 +152,7 @@ def test_model_is_loaded_onto_several_devices(name):
     assert 2 * told["device_cache_bytes_per_token"] == told["cache_bytes_per_token"]
 
 
+@pytest.mark.slow
 def test_saved_model_is_loaded_onto_several_devices(tmp_path):
     whole = tiny_params(num_layers=11, num_heads=4, num_kv_heads=2)
     jsparse.save(whole, tmp_path / "saved")

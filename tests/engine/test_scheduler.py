@@ -6,6 +6,7 @@ from jsparse.engine.scheduler import Scheduler
 from jsparse.engine.sizes import MAX_PREFILLS
 from jsparse.engine.stall_budget import MARGIN
 from jsparse.runtime.draft_length import Remaining
+from tests.support.marks import slow_except
 from tests.support.planning import (
     LATENCY,
     PACKED,
@@ -19,12 +20,21 @@ from tests.support.planning import (
     served,
     took,
 )
-from tests.support.random_events import MACHINES, run_events
+from tests.support.random_events import (
+    MACHINES,
+    Drafting,
+    Scarce,
+    SwappingCompressed,
+    Variant,
+    run_events,
+)
 
 pytestmark = pytest.mark.pure
 
 
-@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize(
+    "machine", slow_except(MACHINES, Scarce, Variant, Drafting, SwappingCompressed)
+)
 def test_random_events(machine):
     run_events(machine, 30, 60)
 

@@ -96,6 +96,7 @@ def test_request_is_the_same_alone_and_free_rows_take_several_steps(llm, monkeyp
     assert all(each.rows[0].steps == 1 for each in first)
 
 
+@pytest.mark.slow
 def test_sampled_sequences_differ_and_all_match(llm):
     wanted = {"regex": "(a|b|c){6}[0-9]"}
     own = SamplingParams(

@@ -176,6 +176,7 @@ def test_oracle_has_full_recall():
     assert (np.asarray(heads.own[0].heads.mass) <= 1 + 1e-6).all()
 
 
+@pytest.mark.slow
 def test_dense_fallback_steps_are_not_counted():
     """Eight steps; even_ids is dense while every row holds at most 24 tokens."""
     forced = force(

@@ -32,6 +32,7 @@ def test_window_attends_to_both_ends():
     assert not shown.fell_back
 
 
+@pytest.mark.slow
 def test_step_is_the_one_that_generate_runs():
     options = {"max_new_tokens": 5, "page_size": 8, "temperature": 0}
     made = jsparse.generate(tiny_params(num_layers=2), PROMPT, policy=WINDOW, **options)

@@ -89,7 +89,9 @@ SIZES = [  # heads and pages: each value at least once, the extremes together
 
 
 @pytest.mark.parametrize("sizes", slow_except(SIZES, SIZES[0]), ids=str)
-@pytest.mark.parametrize("full", [False, True], ids=["list", "everything_else_too"])
+@pytest.mark.parametrize(
+    "full", slow_except([False, True], True), ids=["list", "everything_else_too"]
+)
 def test_lowers_for_cuda(sizes, full):
     """Lowering checks layouts, alignment and shared memory, and needs no GPU."""
     head_dim, page_size = sizes

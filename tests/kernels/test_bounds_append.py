@@ -15,12 +15,10 @@ from jsparse.pallas_kernels.page_bounds import page_bounds
 from tests.kernels.cases.page_bounds import CASES, build, frame_for
 from tests.support.histories import after_each, histories, step
 from tests.support.key_checks import of, physical
+from tests.support.marks import slow_except
 from tests.support.small_cache import B, K, M, P, T, small_spec
 
 ragged = next(case for case in CASES if case.name == "ragged")
-both_forms = pytest.mark.parametrize(
-    "form", [PageBounds, PageBounds8], ids=lambda form: form.__name__
-)
 H = 2
 SPEC = small_spec(head_dim=H)
 
@@ -34,7 +32,9 @@ def keep(bounds, layer, _, valid, first):
     return bounds_append(bounds, layer, valid, first, max_new=T)
 
 
-@both_forms
+@pytest.mark.parametrize(
+    "form", slow_except([PageBounds, PageBounds8], PageBounds8), ids=lambda form: form.__name__
+)
 @settings(max_examples=25)
 @given(history=histories, paged=st.booleans(), seed=st.integers(0, 2**16))
 def test_bounds_depend_only_on_the_current_tokens(form, history, paged, seed):

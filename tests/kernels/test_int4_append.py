@@ -42,7 +42,7 @@ def test_append_equals_quantising_the_whole_cache(history, paged, seed):
     ("kind", "table", "page_size", "count"),
     [
         ("both", "scrambled", 8, 41),
-        ("both", "identity", 12, 330),
+        pytest.param("both", "identity", 12, 330, marks=pytest.mark.slow),
         pytest.param("frame", "scrambled", 8, 41, marks=pytest.mark.slow),
         pytest.param("channels", "scrambled", 8, 41, marks=pytest.mark.slow),
     ],

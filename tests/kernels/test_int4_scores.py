@@ -65,7 +65,6 @@ def slow(q, layer, keys, selection, sm_scale, frame=None, channels=None):
         CASES,
         "newest_unlisted",
         "whole_16_of_64_channels",
-        "in_frame_32_channels",
         "head_dim_40",
         "in_frame_bits",
     ),
@@ -89,6 +88,7 @@ def test_estimate_is_close_to_the_true_scores():
     assert np.corrcoef(out.reshape(-1), true.reshape(-1))[0, 1] > 0.99
 
 
+@pytest.mark.slow
 def test_large_constant_channels_cost_nothing_in_a_frame():
     """Without a frame they use up the whole range of the codes."""
     case = by_name["whole_in_frame"]

@@ -98,7 +98,7 @@ def test_fixed_point_numbers_have_two_digits_of_a_byte():
     assert np.argwhere(np.isnan(lost)).tolist() == [[1, 1], [2, 2]]
 
 
-@pytest.mark.parametrize("how", slow_except(HOW, "", "one_turn"))
+@pytest.mark.parametrize("how", slow_except(HOW, ""))
 @pytest.mark.parametrize("case", slow_except_named(FEW, "chunks_left_over"), ids=str)
 def test_few_rows_in_fixed_point_round_only_sums(case, how):
     x, matrix = case.build()
@@ -145,7 +145,18 @@ SHAPES += [(8448, 16384), (8448, 32768)]
 
 
 @pytest.mark.parametrize("shape", slow_except(SHAPES, SHAPES[-1]), ids=str)
-def test_lowers_for_cuda(shape):
+@pytest.mark.parametrize(
+    ("rows", "dtype"),
+    [
+        (2, "bfloat16"),
+        pytest.param(16, "float16", marks=pytest.mark.slow),
+        pytest.param(32, "bfloat16", marks=pytest.mark.slow),
+        pytest.param(33, "bfloat16", marks=pytest.mark.slow),
+        pytest.param(300, "float16", marks=pytest.mark.slow),
+        (512, "bfloat16"),
+    ],
+)
+def test_lowers_for_cuda(shape, rows, dtype):
     """Lowering checks layouts, alignment and shared memory, and needs no GPU."""
     out, width = shape
     spec = jax.ShapeDtypeStruct
@@ -154,16 +165,8 @@ def test_lowers_for_cuda(shape):
         "scales": spec((width // 32, out), jnp.float16),
     }
     multiply = jax.jit(mosaic.quantized_product, static_argnames="dtype")
-    for rows, dtype in (
-        (2, "bfloat16"),
-        (16, "float16"),
-        (32, "bfloat16"),
-        (33, "bfloat16"),
-        (300, "float16"),
-        (512, "bfloat16"),
-    ):
-        traced = multiply.trace(spec((rows, width), jnp.bfloat16), matrix, dtype=dtype)
-        assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
+    traced = multiply.trace(spec((rows, width), jnp.bfloat16), matrix, dtype=dtype)
+    assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
 def problem_of(rows, out, width, cluster, blocks=132):

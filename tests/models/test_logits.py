@@ -83,7 +83,8 @@ def test_older_config_style_is_the_same_model(name, tmp_path):
     assert load(folder, dtype="float32").config == newer
 
 
-@pytest.mark.parametrize("name", slow_except(SOME, "qwen2_untied"))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SOME)
 def test_greedy_text(name):
     expected = expected_of(name)
     prompt, greedy = expected["tokens"][0, :GREEDY_PROMPT], expected["greedy"].tolist()

@@ -175,7 +175,7 @@ def test_outputs_match_those_of_the_dequantised_model():
     assert ours == theirs
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", slow_except([False, True], True))
 def test_blocks_are_spread_over_devices(tied):
     params = wide_in_blocks()
     if tied:

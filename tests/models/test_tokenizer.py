@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from jsparse.models.tokenizer import Tokenizer
 from tests.support import model_tokenizers
+from tests.support.marks import slow_except
 
 pytestmark = pytest.mark.pure
 
@@ -67,7 +68,7 @@ def test_gguf_end_tokens_are_recognised_by_their_text():
 LACKING = {"smollm": {0x04, 0x06, 0x13, 0x14, 0x16, 0x1D, 0xF1, 0xF2}}
 
 
-@pytest.mark.parametrize("case", ["smollm", "llama-bpe"])
+@pytest.mark.parametrize("case", slow_except(["smollm", "llama-bpe"], "llama-bpe"))
 @settings(max_examples=60, deadline=None)
 @given(text=st.text(max_size=60))
 @example("nul \x00 and \U0010ffff, a\u0301 \u200d, \ufffd")

@@ -4,11 +4,13 @@ import re
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 from jsparse import cache as kv_cache
 from jsparse.policies.hard_kv import hard_kv
 
 
+@pytest.mark.slow
 def test_donated_cache_is_not_copied():
     policy = hard_kv(budget=64, floor=32, cap=128, window=8, period=16)
     spec = kv_cache.CacheSpec(2, 2, 4, 2, 16, 16, 12, jnp.float32)

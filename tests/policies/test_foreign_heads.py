@@ -14,6 +14,7 @@ from jsparse.cache.key_constants import KeyConstants, angles_at, rotated
 from jsparse.policies.expressions import parse
 from jsparse.runtime.constants import mid_and_scale, reach_of
 from jsparse.selection.attended import token_mask
+from tests.support.marks import slow_except
 
 KEYS = Path(__file__).parents[1] / "fixtures" / "keys" / "qwen2_5_0_5b.npz"
 
@@ -91,15 +92,12 @@ def at(x, positions):
     return rotated(x, angles_at(jnp.asarray(positions), FREQUENCIES))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("offset", "scaled", "nth"),
     [
         (130048, True, 4),
-        *(
-            pytest.param(offset, scaled, 1, marks=pytest.mark.slow)
-            for offset in (0, 130048)
-            for scaled in (False, True)
-        ),
+        *((offset, scaled, 1) for offset in (0, 130048) for scaled in (False, True)),
     ],
 )
 def test_twilight_keeps_the_requested_mass_on_recorded_heads(offset, scaled, nth):
@@ -140,7 +138,7 @@ def in_8_bits(keys, reach):
     return Int8Pages(*pages, reach, jnp.dtype(jnp.float32)).rounded(keys[None])[0]
 
 
-@pytest.mark.parametrize("offset", [0, 130048])
+@pytest.mark.parametrize("offset", slow_except([0, 130048], 130048))
 def test_8_bits_keep_attention_on_recorded_heads(offset):
     """Pairs of any size, also far from the positions of the keys whose reach is known.
 

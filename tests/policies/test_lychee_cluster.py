@@ -283,6 +283,7 @@ def test_repeated_runs_give_the_same_bits_whatever_the_other_rows():
     assert (made[0].fine.centroid[0] != made[1].fine.centroid[0]).any()
 
 
+@pytest.mark.slow
 def test_short_prompt_founds_clusters_while_it_decodes():
     layer = Layer(FORMS[0], (1, 1), 72)
     assert not layer.state.chunks.count.any()

@@ -57,8 +57,8 @@ def test_evicting_methods_are_registered_as_evicting():
     )
 
 
-# test_eviction.py and tests/engine run the evicting one
-@pytest.mark.parametrize("expression", slow_except(MECHANISMS, *MECHANISMS[:-1]))
+# tests/engine runs lychee_decode and the evicting one
+@pytest.mark.parametrize("expression", slow_except(MECHANISMS, "twilight(all_pages(), p=0.6)"))
 def test_mechanisms_keep_the_contract(expression):
     found = check(parse(expression), rules=FEW)
     assert not [finding for finding in found.findings if finding.kept is False]
@@ -115,7 +115,8 @@ def blind(granularity: Granularity = "page", summary: bool = False) -> Policy:
     return Policy(select)
 
 
-@pytest.mark.parametrize("granularity", slow_except(["page", "token"], "token"))
+@pytest.mark.slow
+@pytest.mark.parametrize("granularity", ["page", "token"])
 def test_empty_selection_gives_zero(granularity):
     """With any statistics, and although an empty summary holds NaN."""
     policy = blind(granularity, True)._replace(stats=lambda layer: "page_mass")

@@ -7,6 +7,7 @@ import pytest
 import jsparse
 from jsparse.cache import CacheSpec
 from jsparse.runtime.capacity import policy_bytes
+from tests.support.marks import slow_except
 from tests.support.one_layer import OneLayer
 
 
@@ -60,7 +61,7 @@ def pages_of(layer: OneLayer, budget: int, extremes, score) -> list[set[int]]:
     return found
 
 
-@pytest.mark.parametrize("bounds_dtype", EXTREMES)
+@pytest.mark.parametrize("bounds_dtype", slow_except(EXTREMES, None))
 @pytest.mark.parametrize(
     ("given", "score"), [({"slack": 1.0, "group": "max"}, paper), ({}, shrunk)]
 )

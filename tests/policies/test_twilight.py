@@ -96,7 +96,7 @@ def expected(layer: OneLayer, base, prune):
     return left
 
 
-@pytest.mark.parametrize("prune", ["page_mass", "token"])
+@pytest.mark.parametrize("prune", slow_except(["page_mass", "token"], "page_mass"))
 @pytest.mark.parametrize("base", slow_except(BASES, BASES[1]))
 def test_result_matches_the_slow_model(base, prune):
     left_out = 0
@@ -196,6 +196,7 @@ def test_wrong_hyper_parameters_are_refused():
             jsparse.twilight(**arguments)
 
 
+@pytest.mark.slow
 def test_base_with_a_summary_is_refused():
     params = tiny_params(num_layers=1)
     with pytest.raises(ValueError, match="must not summarise"):

@@ -12,7 +12,9 @@ from jsparse.runtime.chunk_attention import attend_chunk, attend_few
 from tests.support.tiny import spec_of, tiny_params
 
 
-@pytest.mark.parametrize(("pooled", "tokens"), [(False, 5), (True, 5), (False, 1)])
+@pytest.mark.parametrize(
+    ("pooled", "tokens"), [(False, 5), pytest.param(True, 5, marks=pytest.mark.slow), (False, 1)]
+)
 def test_attention_of_a_few_tokens(pooled, tokens):
     """Against a plain softmax over the visible tokens of each query, and `attend_chunk`."""
     batch, heads, kv_heads, dim = 3, 6, 2, 16

@@ -86,6 +86,7 @@ def decode(policy, *, pool_pages=None, page_size=8, forced=FORCED, params=PARAMS
     return np.stack(logits), stats, cache
 
 
+@pytest.mark.slow
 def test_decoding_equals_the_full_pass_over_a_pool(full_pass):
     logits, _, _ = decode(dense(), pool_pages=60)
     assert_close(logits[:-1], full_pass[1:], rtol=1e-5)
@@ -238,6 +239,7 @@ def test_step_keeps_the_dtypes_of_bfloat16():
     assert 1e-4 < error < 0.08
 
 
+@pytest.mark.slow
 def test_pages_without_bits_are_attended_to_in_full():
     policy = "keep(oracle_top_k(budget=64, granularity='page'), sink=1, recent=1)"
     out = jsparse.generate(PARAMS, PROMPTS[0], max_new_tokens=8, policy=policy, page_size=64)

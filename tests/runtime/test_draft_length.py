@@ -135,6 +135,7 @@ def test_it_finds_the_fastest_number():
         assert seconds < 1.05 * best_seconds(agreement, each, 4), case
 
 
+@pytest.mark.slow
 @settings(max_examples=6)
 @given(st.floats(0, 1), st.floats(0.05, 1.5), st.integers(1, 7), st.integers(0, 99))
 def test_it_never_loses_much_against_no_drafts(agreement, each, most, seed):

@@ -151,6 +151,7 @@ def test_too_small_host_memory_is_refused_before_anything_moves(monkeypatch):
     assert not capacity.fits(spec, policy)
 
 
+@pytest.mark.slow
 def test_gpu_reads_no_pages_in_place(monkeypatch):
     policy = parse(offloaded(QUEST, reads="in_place"))
     held = Session(params(), policy, spec_of(params(), 2, page_size=PAGE, num_pages=12))

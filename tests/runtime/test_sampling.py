@@ -322,6 +322,7 @@ def test_row_carries_its_options_as_numpy_arrays():
         np.testing.assert_array_equal(mine, its)
 
 
+@pytest.mark.slow
 def test_generate_applies_options():
     """Each token is the likeliest after its row's options, by the model's own dense logits."""
     params, prompt = tiny_params(num_layers=1), random_prompts((9,), seed=3)[0]

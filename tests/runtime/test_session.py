@@ -209,9 +209,8 @@ def further_turns(policy, params):
         assert_close(logits, expected, rtol=1e-5, turn=nth)
 
 
-# the first policies of two methods with a state: state of pages, and sets handed on by layers
-STATEFUL = "quest", "lychee_decode"
-FIRST = [next(x for x in TABLE if outermost(x) == method) for method in STATEFUL]
+# by default a method with a state of pages
+STATEFUL = next(x for x in TABLE if outermost(x) == "quest")
 
 
 EVICTORS = [x for x in TABLE if parse(x).evicts]
@@ -237,7 +236,7 @@ def test_second_prompt_after_an_eviction_is_refused():
         made.prefill(PROMPTS)
 
 
-@pytest.mark.parametrize("expression", slow_except(OTHERS, *FIRST))
+@pytest.mark.parametrize("expression", slow_except(OTHERS, STATEFUL))
 def test_further_turn_prefills_only_new_tokens(expression, short_chunks):
     between_layers = "tidal", "lychee", "duo", "retrieval_heads", "dense_layers"
     layers = 2 if any(name in expression for name in between_layers) else 1

@@ -181,10 +181,14 @@ def test_rows_keep_no_more_than_allowed():
         message = r"start=\[.*\]: must be one integer per row, from \[30, 9, 17\] to"
         with pytest.raises(ValueError, match=message):
             session.prefill(PROMPTS, start=start)
+
+
+@pytest.mark.slow
+def test_rows_keep_no_tokens_that_sparse_attention_made():
     sparse = session_of(QUEST, 0, resumable=True)
     answers(sparse, asked_of(sparse, GREEDY), SILENT, lambda *_: None, 0.0, 0.0)
     with pytest.raises(ValueError, match=r"to \[30, 9, 17\]"):
-        sparse.prefill(PROMPTS, start=[at + 1 for at in lengths])
+        sparse.prefill(PROMPTS, start=[len(prompt) + 1 for prompt in PROMPTS])
 
 
 @pytest.mark.slow
@@ -397,6 +401,7 @@ def test_program_without_drafts_is_compiled_with_the_first(monkeypatch):
         assert compiled == wanted, (drafts, limit)
 
 
+@pytest.mark.slow
 def test_dense_drafts_nothing():
     outs, _ = decoded("keep(dense(), sink=4, recent=4)", DRAFTS, GREEDY)
     assert {out.stats.drafted_tokens for out in outs} == {0}

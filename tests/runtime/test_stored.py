@@ -87,6 +87,7 @@ def store(tmp_path, monkeypatch):
     compilation_cache.reset_cache()
 
 
+@pytest.mark.slow
 def test_fingerprints_are_equal_across_processes_and_distinguish_policies():
     seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"  # not this process's
     told = subprocess.run(

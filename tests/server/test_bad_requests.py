@@ -70,7 +70,6 @@ def test_options_of_the_server_bound_requests():
             return http.post(path, json=body).json()["error"]
 
         body = {"prompt": [1], "max_tokens": 2}
-        assert http.post(COMPLETIONS, json=body | {"logprobs": 0}).status_code == 200
         said = refusal(COMPLETIONS, **body, logprobs=1)["message"]
         assert "logprobs=1: must be at most 0 on this server" in said
         said = refusal(CHATS, messages=HI, logprobs=True, top_logprobs=3)
@@ -79,6 +78,13 @@ def test_options_of_the_server_bound_requests():
         assert said["param"] == "policy"
         assert said["message"].endswith("start the server with --per-request dense")
         assert "--per-request" not in f"{refusal(COMPLETIONS, prompt=[1], policy={'q': 1})}"
+
+
+@pytest.mark.slow
+def test_logprobs_up_to_the_servers_maximum_are_served():
+    body = {"prompt": [1], "max_tokens": 2, "logprobs": 0}
+    with serving(a_service(max_logprobs=0), an_engine()) as url:
+        assert httpx.post(f"{url}{COMPLETIONS}", json=body, timeout=60).status_code == 200
 
 
 ANY = st.recursive(

@@ -141,6 +141,7 @@ def test_echoed_prompts_have_logprobs(client, http):
     assert [each and [*each] for each in made["prompt_logprobs"]] == [None, ["7"]]
 
 
+@pytest.mark.slow
 def test_offsets_and_times_of_a_stream_match_the_response(client):
     # text is held back while it may start a stop string
     asked = {"prompt": WORDS, "max_tokens": 8, "logprobs": 1, "stop": ["w3000", " w9 w9 w9"]}

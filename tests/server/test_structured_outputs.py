@@ -143,6 +143,7 @@ def test_openais_client_parses_its_own_models(url):
     assert calls is not None and isinstance(calls[0].function.parsed_arguments, City)
 
 
+@pytest.mark.slow
 def test_models_may_think_first():
     """The structure follows their reasoning, which the logit bias makes empty."""
     params = with_characters()

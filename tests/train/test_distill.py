@@ -94,6 +94,7 @@ def test_teacher_is_a_full_pass_over_context_and_target(given):
 # the student
 
 
+@pytest.mark.slow
 def test_heads_with_full_sets_have_distance_zero(given):
     for keep, gates in [(0.3, np.ones_like(GATES)), (1.0, GATES), (1.0, np.zeros_like(GATES))]:
         assert distance(gates, given, keep) < 1e-9, keep
