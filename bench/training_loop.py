@@ -23,6 +23,7 @@ from bench.lib.environment import describe
 from bench.lib.subprocesses import spread, write_report
 
 PROMPTS, LENGTH, RUNS = 8, 4096, 5
+KV = PROMPTS * (LENGTH + 64)
 
 
 def timed(run: Callable[[], Any]) -> float:
@@ -43,7 +44,9 @@ def main() -> None:
     from bench.engine_speed import random_model
 
     params, rng = random_model(), np.random.default_rng(0)
-    llm = jsparse.LLM(params, "dense", max_model_len=LENGTH + 64, max_num_seqs=PROMPTS)
+    llm = jsparse.LLM(
+        params, "dense", max_model_len=LENGTH + 64, max_num_seqs=PROMPTS, kv_cache_tokens=KV
+    )
     size = params.config.vocab_size
     del params
 

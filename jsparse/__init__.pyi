@@ -42,6 +42,7 @@ from jsparse.policies.combinators import keep as keep
 from jsparse.policies.combinators import retrieval_heads as retrieval_heads
 from jsparse.policies.double_sparsity import double_sparsity as double_sparsity
 from jsparse.policies.duo_attention import duo_attention as duo_attention
+from jsparse.policies.expected_attention import expected_attention as expected_attention
 from jsparse.policies.h2o import h2o as h2o
 from jsparse.policies.hard_kv import hard_kv as hard_kv
 from jsparse.policies.lfps import lfps as lfps

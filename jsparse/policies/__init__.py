@@ -13,6 +13,7 @@ from jsparse.policies.cluster_kv import cluster_kv
 from jsparse.policies.combinators import dense_layers, keep, retrieval_heads
 from jsparse.policies.double_sparsity import double_sparsity
 from jsparse.policies.duo_attention import duo_attention
+from jsparse.policies.expected_attention import expected_attention
 from jsparse.policies.expressions import POLICIES
 from jsparse.policies.h2o import h2o
 from jsparse.policies.hard_kv import hard_kv
@@ -173,6 +174,16 @@ REGISTRY: tuple[Method, ...] = (
         ada_kv,
         paper="Ada-KV",
         kind="evicts",
+    ),
+    Method(
+        expected_attention,
+        paper="Expected Attention",
+        kind="evicts",
+        calls="expected_attention(budget)",
+        attends=(
+            "the prompt tokens that later queries are expected to attend to, and all new tokens"
+        ),
+        when="for several questions about a prompt that does not contain them",
     ),
     Method(
         h2o,

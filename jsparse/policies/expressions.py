@@ -35,7 +35,6 @@ ABSENT = {
     "criticaladakv": "ada_kv",
     "criticalkv": "snapkv",
     "cur": "snapkv",
-    "expectedattention": "snapkv",
     "fastkvzip": "snapkv",
     "finch": "snapkv",
     "keydiff": "r_kv",

@@ -78,6 +78,7 @@ TABLE = (
     "snapkv(budget=3, window=2, pool=5, pooling='max')",
     "ada_kv(budget=8, window=4, pool=3)",
     "ada_kv(budget=6, window=1, pooling='mean', floor=0.5, cap=2)",
+    "expected_attention(budget=8, sink=1, recent=2, window=6)",
     "h2o(budget=8, window=4, period=6)",
     "r_kv(budget=8, window=4, period=6)",
     "raas(budget=8, threshold=0.05, period=6)",
@@ -145,7 +146,8 @@ DENSE_AT: dict[str, dict[str, Any]] = {
                 "lychee_cluster",
                 "cluster_kv",
             ),
-            *("oracle_top_k", "verified", "snapkv", "ada_kv", "h2o", "r_kv", "raas"),
+            *("oracle_top_k", "verified", "snapkv", "ada_kv", "expected_attention", "h2o"),
+            *("r_kv", "raas"),
         )
     },
     "dense": {},

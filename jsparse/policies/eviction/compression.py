@@ -1,5 +1,7 @@
 """Compresses a layer: chooses the slots that its heads keep, and moves them to the front."""
 
+from collections.abc import Mapping
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, UInt8
@@ -18,11 +20,15 @@ from jsparse.shapes import Lengths, Rows
 
 
 def compress(
-    settings: Settings, entry: EvictionState, kv: LayerCache, positions: Rows
+    settings: Settings,
+    entry: EvictionState,
+    kv: LayerCache,
+    positions: Rows,
+    constants: Mapping[str, Array] | None = None,
 ) -> tuple[EvictionState, LayerCache]:
     """Drops the slots of a layer with the lowest scores, and closes the gaps."""
     competing = competing_in(settings, kv)
-    view = LayerView(kv, competing, entry.ring, positions, entry.tracked)
+    view = LayerView(kv, competing, entry.ring, positions, entry.tracked, constants)
     scores = settings.score(view)
 
     def attended() -> Attended:

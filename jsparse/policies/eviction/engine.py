@@ -76,7 +76,8 @@ def after_prompt(
     cache = view.cache
     # layer by layer, so that at most one layer exists twice at a time
     for layer, entry in enumerate(state):
-        entry, kv = compress_alone(settings, entry, cache.layers[layer], cache.positions)
+        seen = cache.layers[layer], cache.positions, view.constants
+        entry, kv = compress_alone(settings, entry, *seen)
         kv = cut_pages(kv, -(-slots // kv.page_size))
         numbers = entry.tracked, entry.missed
         tracked, missed = (x if x is None else x[..., : kv.capacity] for x in numbers)
@@ -109,7 +110,8 @@ def maintain(settings: Settings, state: State, view: StepView) -> tuple[State, K
     """Compresses every layer."""
     cache = view.cache
     for layer, entry in enumerate(state):
-        entry, kv = compress(settings, entry, cache.layers[layer], cache.positions)
+        seen = cache.layers[layer], cache.positions, view.constants
+        entry, kv = compress(settings, entry, *seen)
         state, cache = at_layer(state, layer, entry), replace_layer(cache, layer, kv)
     return state, cache
 

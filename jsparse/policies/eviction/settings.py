@@ -1,5 +1,6 @@
 """The settings in which eviction methods differ, and their common state."""
 
+from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
 from jaxtyping import Array, Bool, Float, Float32, UInt8
@@ -35,6 +36,7 @@ class LayerView(NamedTuple):
         competing: the slots to score.
         ring, tracked: those of the state.
         positions: the number of tokens so far of each row.
+        constants: the model's constants that the policy needs.
     """
 
     kv: LayerCache
@@ -42,6 +44,7 @@ class LayerView(NamedTuple):
     ring: Float[Array, "B W N H"]
     positions: Rows
     tracked: Float32[Array, "B K S"] | None
+    constants: Mapping[str, Array] | None = None
 
 
 class ScoreFn(Protocol):
