@@ -28,6 +28,7 @@ PAPERS_QUEST = "slack=1.0, group='max'"
 DUO_RETRIEVAL = 11 / 90  # the share of retrieval heads in direct.safetensors
 GATE_FILES = "hard_kuma.safetensors", "direct.safetensors"
 SHARES = (16, 8, 4)  # of the length
+EVICTING = ("snapkv", "ada_kv", "expected_attention", "h2o", "r_kv")
 MASSES_OF_TWILIGHT = (0.8, 0.9, 0.95)
 
 
@@ -43,7 +44,7 @@ def at_budget(budget: int) -> tuple[str, ...]:
         f"hard_kv(budget={budget}, window=8, metric='snapkv')",
         f"hard_kv(budget={budget}, recent={budget // 2})",
         f"snapkv(budget={budget}, window=32)",
-        *(f"{name}(budget={budget})" for name in ("snapkv", "ada_kv", "h2o", "r_kv")),
+        *(f"{name}(budget={budget})" for name in EVICTING),
         f"streaming(sink=4, recent={budget - 4})",
         f"quest(budget={budget})",
         f"dense_layers(quest(budget={budget}), n=2)",
@@ -92,7 +93,7 @@ def untrained(budget: int, length: int) -> tuple[str, ...]:
         *(f"lychee_cluster(budget={budget}, rank={rank!r})" for rank in ("centroid", "bound")),
         f"cluster_kv(budget={budget})",
         *(f"arkvale(budget={budget}, volume={volume!r})" for volume in ("cuboid", "ball")),
-        *(f"{name}(budget={budget})" for name in ("snapkv", "ada_kv", "h2o", "r_kv")),
+        *(f"{name}(budget={budget})" for name in EVICTING),
         f"hard_kv(budget={budget})",
         f"hard_kv(budget={budget}, window=8, metric='snapkv')",
         f"twilight(quest(budget={2 * budget}), p=0.95)",
