@@ -163,11 +163,11 @@ class AsyncEngine:
             # each request has its own random stream; a seed has STREAMS of them
             seed = (self._seed + nth // STREAMS) % 2**63
             check = partial(requests, params, rows, options, self.engine.policy, seed=seed)
-            if options.structured_outputs is None:
+            if options.structured_outputs is None and not options.bad_words:
                 (request,) = check()
             elif self._closing:
                 raise EngineError(CLOSED)
-            else:  # some grammars take seconds to compile
+            else:  # some take seconds to compile
                 loop = asyncio.get_running_loop()
                 (request,) = await loop.run_in_executor(self._grammars, check)
             request = replace(request, stream=request.stream + nth % STREAMS)

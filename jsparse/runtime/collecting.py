@@ -14,6 +14,7 @@ from jsparse.runtime.request import Request
 from jsparse.text.stream import TextStream
 
 if TYPE_CHECKING:
+    from jsparse.runtime.bad_words import BadWords
     from jsparse.runtime.constraint import Constraint
 
 NAN_LOGITS = "the model's logits are NaN: weights hold NaN, or activations overflow their dtype"
@@ -264,7 +265,7 @@ class OutputBuilder:
             self.finish = "stop" if self._stream.stopped else "length"
         return len(ids)
 
-    def _follow(self, constraint: "Constraint", ids: Sequence[int]) -> None:
+    def _follow(self, constraint: "Constraint | BadWords", ids: Sequence[int]) -> None:
         """Appends tokens to the output in its grammar, and ends it where nothing may follow."""
         ended = self.finish == "stop" and ids[-1] in self.request.ends
         constraint.take(ids[:-1] if ended else ids)

@@ -20,6 +20,7 @@ from llguidance import LLExecutor, LLMatcher, LLTokenizer, TokenizerWrapper
 from llguidance.gbnf_to_lark import any_to_lark
 
 from jsparse.models.tokenizer import Tokenizer
+from jsparse.runtime.bad_words import BadWords
 from jsparse.runtime.structured_outputs import EVERY_TOKEN, StructuredOutputsParams, bits
 from jsparse.text.reasoning import BEGIN, END, TAIL, opens_reasoning
 
@@ -42,7 +43,6 @@ class Constraint:
         table_words: the words of the bits that it finds.
         own_ends: the bits of the tokens that it takes for the end.
         ends: the bits of the tokens that end the output.
-        special: the bits of the tokens that may always come, and are no part of the text.
         reasoning: the free text before the output; None: there is none.
     """
 
@@ -52,16 +52,15 @@ class Constraint:
         table_words: int,
         own_ends: np.ndarray,
         ends: np.ndarray,
-        special: np.ndarray,
         reasoning: "Reasoning | None" = None,
     ) -> None:
         """Starts an output; `constraint` compiles the grammar."""
         self.matcher, self.table_words, self.own_ends = matcher, table_words, own_ends
-        self.ends, self.special, self.reasoning = ends, special, reasoning
+        self.ends, self.reasoning = ends, reasoning
 
     def copy(self) -> "Constraint":
         """Returns the state of another output that has begun alike."""
-        others = self.table_words, self.own_ends, self.ends, self.special
+        others = self.table_words, self.own_ends, self.ends
         return Constraint(self.matcher.deep_copy(), *others, copy(self.reasoning))
 
     @property
@@ -76,8 +75,6 @@ class Constraint:
     def take(self, ids: Sequence[int]) -> None:
         """Appends tokens to the output."""
         for token in ids:
-            if self.special[token // 32] >> (token % 32) & 1:
-                continue
             if self.reasoning is None or not self.reasoning.take(token):
                 self.matcher.consume_token(token)
 
@@ -89,14 +86,24 @@ class Constraint:
     @property
     def error(self) -> str | None:
         """Why the output cannot be continued, such as a limit of the parser's, or None."""
-        return _shortened(self.matcher.get_error()) if self.matcher.is_error() else None
+        found = self.matcher.is_error() and _shortened(self.matcher.get_error())
+        return f"structured_outputs: {found}" if found else None
 
 
-def allowed(states: Sequence[Constraint]) -> UInt32[np.ndarray, "n words"]:
+def allowed(states: Sequence[Constraint | BadWords]) -> UInt32[np.ndarray, "n words"]:
     """Returns a bit for each token, the lowest of the first word for id 0: may it come next?
 
-    Tokens that end the output may come where it is complete. All outputs are of the same model.
+    All outputs are of the same model.
     """
+    grammars = [state for state in states if isinstance(state, Constraint)]
+    parsed = iter(_allowed(grammars) if grammars else ())
+    return np.stack(
+        [next(parsed) if isinstance(state, Constraint) else state.allowed() for state in states]
+    )
+
+
+def _allowed(states: Sequence[Constraint]) -> UInt32[np.ndarray, "n words"]:
+    """Returns these bits for grammars; ends may come where the output is complete."""
     # the library knows only the tokenizer's tokens; a model may have more logits
     found = np.zeros((len(states), states[0].table_words), np.uint32)
     parsed = [(state.matcher, nth) for nth, state in enumerate(states) if not state.reasons]
@@ -112,7 +119,6 @@ def allowed(states: Sequence[Constraint]) -> UInt32[np.ndarray, "n words"]:
             own[:] = state.reasoning.free & ~state.ends
             continue
         own &= ~state.own_ends
-        own |= state.special
         if state.matcher.is_accepting():
             own |= state.ends
         if state.reasoning is not None:
@@ -166,8 +172,6 @@ def constraint(
     vocab_size: int,
     prompt: np.ndarray,
     min_tokens: int = 0,
-    *,
-    special: bool = False,
 ) -> Constraint:
     """Compiles a grammar, in a thread of its own: some take seconds.
 
@@ -178,13 +182,12 @@ def constraint(
         vocab_size: the number of the model's logits.
         prompt: the ids before the output, whose last ones may open reasoning.
         min_tokens: the number of tokens before which nothing ends the output.
-        special: whether special tokens, such as tags of tool calls, may come at any place.
 
     Raises:
         ValueError: the grammar is malformed or too complex, no token may come first, or the bytes
             of tokens are unknown.
     """
-    given = tokenizer, wanted, ends, vocab_size, prompt, min_tokens, special
+    given = tokenizer, wanted, ends, vocab_size, prompt, min_tokens
     return _thread().submit(_compiled, *given).result()
 
 
@@ -207,7 +210,6 @@ def _compiled(
     vocab_size: int,
     prompt: np.ndarray,
     min_tokens: int,
-    special: bool,
 ) -> Constraint:
     name = f"structured_outputs.{wanted.format}"
     table, compiled = _compiler(tokenizer, vocab_size)
@@ -224,9 +226,7 @@ def _compiled(
         opened = wanted.after_reasoning == "begun" or opens_reasoning(tail)
         reasoning = Reasoning(tokenizer, vocab_size, opened=opened)
     words = -(-table.vocab_size // 32)
-    named = [token for token in tokenizer.control_token_ids() if token < vocab_size]
-    free = bits(named if special else [], vocab_size) & ~(own_ends | of_request)
-    made = Constraint(matcher.deep_copy(), words, own_ends, of_request, free, reasoning)
+    made = Constraint(matcher.deep_copy(), words, own_ends, of_request, reasoning)
     first = matcher.deep_copy()
     mask = np.frombuffer(first.compute_bitmask(), np.uint32)[: own_ends.size] & ~own_ends[:words]
     if first.is_error():

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from jsparse.runtime.bad_words import BadWords, bad_words
 from jsparse.runtime.sampling_params import MAX_END_IDS, OFF, SamplingParams
-from jsparse.runtime.structured_outputs import StructuredOutputsParams, without_words
+from jsparse.runtime.structured_outputs import StructuredOutputsParams
 from jsparse.text import prompts
 
 if TYPE_CHECKING:
@@ -28,14 +29,14 @@ class Request:
         sampling: the options, with the model's defaults in place of None.
         ends: the tokens that end the text.
         stream: the number of the seed's random stream to sample from.
-        constraint: the first state of its outputs' grammar, if they have one.
+        constraint: the first state of its outputs' grammar or bad words, if they have any.
     """
 
     ids: np.ndarray
     sampling: SamplingParams
     ends: frozenset[int]
     stream: int
-    constraint: "Constraint | None" = None
+    constraint: "Constraint | BadWords | None" = None
 
     @property
     def max_length(self) -> int:
@@ -171,20 +172,15 @@ def _request(
             f"min_tokens={sampling.min_tokens}: must be 0 if all of allowed_token_ids end the text"
         )
     array, constraint = np.asarray(ids, np.int32), None
-    wanted = without_words(sampling.bad_words) if sampling.bad_words else None
-    wanted = wanted or sampling.structured_outputs
-    if isinstance(wanted, StructuredOutputsParams):
+    sizes = ends, params.config.vocab_size
+    if isinstance(wanted := sampling.structured_outputs, StructuredOutputsParams):
         from jsparse.runtime.constraint import constraint as compiled
 
-        name = "bad_words" if sampling.bad_words else "structured_outputs"
-        sizes = params.config.vocab_size, array, sampling.min_tokens
-        constraint = compiled(
-            prompts.tokenizer_of(params, name),
-            wanted,
-            ends,
-            *sizes,
-            special=name == "bad_words",
-        )
+        tokenizer = prompts.tokenizer_of(params, "structured_outputs")
+        constraint = compiled(tokenizer, wanted, *sizes, array, sampling.min_tokens)
+    elif sampling.bad_words:
+        tokenizer, skip = prompts.tokenizer_of(params, "bad_words"), sampling.skip_special_tokens
+        constraint = bad_words(tokenizer, sampling.bad_words, *sizes, skip_special=skip)
     stream = 0 if own_seed else row
     return Request(array, resolved, ends, stream, constraint)
 

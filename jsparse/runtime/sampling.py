@@ -23,6 +23,7 @@ from jsparse.selection.threshold import top_k_mask
 from jsparse.shapes import Rows
 
 if TYPE_CHECKING:
+    from jsparse.runtime.bad_words import BadWords
     from jsparse.runtime.constraint import Constraint
 
 NextTokens = tuple[Rows, Float32[Array, "B"], Any]
@@ -159,7 +160,7 @@ def row_sampling(requests: Sequence[Request], vocab_size: int) -> RowSampling:
 
 
 def allowed_tokens(
-    requests: Sequence[Request], states: Sequence["Constraint | None"], vocab_size: int
+    requests: Sequence[Request], states: Sequence["Constraint | BadWords | None"], vocab_size: int
 ) -> UInt32[np.ndarray, "B words"]:
     """Returns the bits of the tokens that may come next, given the outputs' grammars."""
     words = np.full((len(requests), -(-vocab_size // 32)), EVERY_TOKEN, np.uint32)

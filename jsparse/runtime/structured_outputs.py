@@ -121,14 +121,6 @@ def structured_outputs(given: Any) -> StructuredOutputsParams | None:
     return StructuredOutputsParams(**given)
 
 
-def without_words(words: Sequence[str]) -> StructuredOutputsParams:
-    """Returns what an output consists of that contains none of these strings."""
-    spelled = ("".join(f"\\x{{{ord(char):x}}}" for char in word) for word in words)
-    everything = "(?s:.*)"
-    text = f"/{everything}/ & ~/{everything}({'|'.join(spelled)}){everything}/"
-    return StructuredOutputsParams(grammar=f"start: TEXT\nTEXT: {text}")
-
-
 def bits(ids: Sequence[int], vocab_size: int) -> UInt32[np.ndarray, "words"]:
     """Returns a bit for each token, the lowest of the first word for id 0: is it among `ids`?"""
     flags = np.zeros(-(-vocab_size // 32) * 32, np.bool_)

@@ -50,7 +50,8 @@ def run(
     """
     if session.deployment.drafts and any(request.constraint for request in requests):
         raise ValueError(
-            "exact=True: must be False with structured_outputs here; jsparse.LLM takes both"
+            "exact=True: must be False with structured_outputs or bad_words here; jsparse.LLM "
+            "takes both"
         )
     keep_compilations()
     began, waits = clock(), waited()

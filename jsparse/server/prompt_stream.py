@@ -73,7 +73,7 @@ class PromptStream:
             if completion.error:
                 if completion.error == NAN_LOGITS:
                     raise ApiError(500, completion.error, code="nan_logits")
-                raise ApiError(400, f"structured_outputs: {completion.error}", code="grammar")
+                raise ApiError(400, completion.error, code="constraint")
         return output
 
     async def close(self) -> None:

@@ -141,9 +141,9 @@ def test_allowed_token_ids_are_the_only_ones(llm):
 
 def test_bad_words_do_not_occur(llm):
     (free,) = llm.generate(PROMPTS[2], greedy(12))[0].outputs
-    words = [free.text[at : at + 2] for at in (3, 6)]
+    words = [char for char in free.text if char.isascii()][:2]
     (out,) = llm.generate(PROMPTS[2], greedy(12, bad_words=words))[0].outputs
-    assert all(word in free.text and word not in out.text for word in words)
+    assert words and not any(word in out.text for word in words)
     assert (out.finish_reason, len(out.token_ids)) == ("length", 12)
 
 
@@ -195,7 +195,7 @@ def test_generate_gives_the_same_outputs(llm):
     for nth, out in enumerate(outs):
         assert out.token_ids == expected(llm.engine.params, PROMPTS[nth], STRUCTURES[nth]), nth
     drafting = {"exact": True, "policy": "quest(budget=16)"}
-    with pytest.raises(ValueError, match="exact=True: must be False with structured_outputs here"):
+    with pytest.raises(ValueError, match="exact=True: must be False with structured_outputs or"):
         jsparse.generate(llm.engine.params, "a", sampling=options(1), **drafting)
 
 

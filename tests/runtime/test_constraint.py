@@ -9,7 +9,7 @@ import pytest
 
 from jsparse import SamplingParams
 from jsparse.runtime.constraint import Constraint, constraint
-from jsparse.runtime.structured_outputs import StructuredOutputsParams, bits, without_words
+from jsparse.runtime.structured_outputs import StructuredOutputsParams, bits
 from jsparse.text.tool_calls import calls_only, split_tool_calls
 from tests.support.characters import tokenizer_of_characters
 from tests.support.tiny import VOCAB
@@ -44,27 +44,6 @@ def drawn(state: Constraint, rng: np.random.Generator, most: int = 200) -> str |
         made.append(token)
     assert state.error is None
     return TOKENIZER.decode(made) if state.complete else None
-
-
-def test_tokens_that_would_complete_a_bad_word_are_forbidden():
-    """In every way of splitting the words into tokens; special tokens may always come."""
-    tagged = tokenizer_of_characters(special_tags=True)
-    wanted = without_words(["ab", "bc", "x/\n", "é("])
-    texts = tagged.token_bytes()
-    special = {*tagged.control_token_ids()} - ENDS
-    state = constraint(tagged, wanted, ENDS, VOCAB, NO_PROMPT, special=True)
-    words = [word.encode() for word in ("ab", "bc", "x/\n", "é(")]
-    made = b""
-    for piece in ("a", "a", "<tool_call>", "x", "/", "x", "é", "q"):
-        free = {*allowed(state)}
-        assert free >= special | ENDS
-        for token, text in enumerate(texts):
-            if text and text.isascii() and token not in special | ENDS:
-                assert (token in free) == (not any(word in made + text for word in words)), text
-        ids = tagged.encode(piece, add_special_tokens=False)
-        state.take(ids)
-        made += b"" if piece == "<tool_call>" else piece.encode()
-    assert state.error is None and not state.complete
 
 
 def test_next_tokens_of_choices_are_those_that_lead_to_one():
