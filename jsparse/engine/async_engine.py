@@ -10,7 +10,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from functools import partial
@@ -97,7 +97,7 @@ class AsyncEngine:
         self._grammars = ThreadPoolExecutor(1, thread_name_prefix="jsparse-checks")
         self._awake = threading.Condition()
         self._closing = False
-        # calls whose results others wait for
+        # unfinished calls of `_on_thread`
         self._calls: set[Future[Any]] = set()
         self._paused = False
         # requests that wait for programs in compilation, or for `resume`
@@ -189,18 +189,20 @@ class AsyncEngine:
                 self._call_on_thread(lambda: self._leave(name, listener))
 
     async def _admitted(self, request: Request, listener: _Listener) -> None:
-        """Waits while the engine is paused, or a request's programs are in compilation.
+        """Waits while the engine is paused or asleep, or a request's programs are in compilation.
 
-        So it stalls no others.
+        Otherwise the request would stall all others until its programs are ready.
 
         Raises:
             EngineFull: too many requests are waiting.
+            ValueError: the programs for log-probabilities of prompts cannot be compiled.
         """
         programs = self.engine.programs
         scored = request.sampling.prompt_logprobs is not None
 
         def must_wait() -> bool:
-            return self._paused or programs.coming(choice_of(request), scored=scored)
+            held = self._paused or self.engine.asleep
+            return held or programs.coming(choice_of(request), scored=scored)
 
         if not must_wait():
             return
@@ -224,26 +226,40 @@ class AsyncEngine:
     async def pause(self, *, abort: bool = False) -> None:
         """Holds new requests back until `resume`, and returns once running ones are finished.
 
-        With `abort`, running requests are aborted instead.
+        With `abort`, running requests are aborted instead. If it is cancelled, requests begin
+        again.
         """
         self._paused = True
-        if abort:
-            running = [name for name, each in self._listeners.items() if each.state is not None]
-            for name in running:
-                await self.abort(name)
-        while await self._on_thread(lambda: self.engine.unfinished):
-            await asyncio.sleep(POLL_SECONDS / 10)
+        try:
+            if abort:
+                await self._on_thread(self._abort_running)
+            while await self._on_thread(lambda: self.engine.unfinished):
+                await asyncio.sleep(POLL_SECONDS / 10)
+        except BaseException:  # a pause that is cancelled must not hold requests for ever
+            self._paused = False
+            raise
+
+    def _abort_running(self) -> None:
+        for name, each in [*self._listeners.items()]:
+            if each.state is not None:
+                self._abort(name)
 
     async def resume(self) -> None:
         """Lets requests begin again."""
         self._paused = False
 
     async def update_weights(self, params: Params) -> None:
-        """Continues with other weights; see `Engine.update_weights`. `pause` makes it possible."""
+        """Continues with other weights; see `Engine.update_weights`.
+
+        Raises ValueError while requests are unfinished: `pause` first.
+        """
         await self._on_thread(lambda: self.engine.update_weights(params))
 
     async def sleep(self) -> None:
-        """Frees K and V until `wake_up`; see `Engine.sleep`. `pause` makes it possible."""
+        """Frees K and V until `wake_up`; see `Engine.sleep`. New requests wait until then.
+
+        Raises ValueError while requests are unfinished: `pause` first.
+        """
         await self._on_thread(self.engine.sleep)
 
     async def wake_up(self) -> None:
@@ -293,6 +309,8 @@ class AsyncEngine:
         future = Future[Any]()
 
         def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
             try:
                 result = call()
             except Exception as error:
@@ -395,7 +413,7 @@ class AsyncEngine:
             listener.error = error
         self._wake(listeners)
         for future in [*self._calls]:
-            if not future.done():
+            with suppress(InvalidStateError):  # it has a result, or was cancelled
                 future.set_exception(error)
 
     def _wake(self, listeners: list[_Listener]) -> None:

@@ -131,7 +131,7 @@ class BlockPool:
             elif block.references == 0:
                 self._free.extend(reversed(block.groups))
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Empties the prefix cache; blocks in use are freed with their last reference."""
         for block in self._idle.values():
             self._free.extend(reversed(block.groups))

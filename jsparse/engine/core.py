@@ -14,7 +14,7 @@ from jsparse.engine import setup
 from jsparse.engine.errors import EngineError, EngineFull
 from jsparse.engine.follower import LeaderPrograms, agree, follow_and_exit
 from jsparse.engine.latency_model import LatencyModel
-from jsparse.engine.new_weights import like
+from jsparse.engine.new_weights import converted_to
 from jsparse.engine.options import EngineOptions
 from jsparse.engine.outputs import RequestMetrics
 from jsparse.engine.programs import Programs
@@ -291,9 +291,9 @@ class Engine:
         """
         if self._link is not None:
             raise ValueError("update_weights: must be called for a model in one process")
-        self._rest("update_weights")
-        new = like(self.params, params)
-        self.scheduler.pool.forget()
+        self._require_no_requests("update_weights")
+        new = converted_to(self.params, params)
+        self.scheduler.pool.clear()
         self.programs.replace_weights(new)
         self.params = new
 
@@ -302,8 +302,8 @@ class Engine:
 
         Programs and weights stay. Raises ValueError and EngineError as `update_weights` does.
         """
-        self._rest("sleep")
-        self.scheduler.pool.forget()
+        self._require_no_requests("sleep")
+        self.scheduler.pool.clear()
         self._runner.free()
         self.asleep = True
 
@@ -314,8 +314,8 @@ class Engine:
             self._runner.allocate()
             self.asleep = False
 
-    def _rest(self, name: str) -> None:
-        """Finishes work without requests; raises the errors of `update_weights`."""
+    def _require_no_requests(self, name: str) -> None:
+        """Raises the errors of `update_weights`; waits for programs that still run."""
         if self.error is not None:
             raise EngineError(f"the engine has failed: {self.error}") from self.error
         if self._requests:

@@ -160,7 +160,7 @@ class LLM:
 
         Weights stay on the device, unlike in vLLM. `level` must be 1.
         """
-        if level != 1:
+        if type(level) is not int or level != 1:
             raise ValueError(f"level={level!r}: must be 1, which frees K and V; weights stay")
         with self._alone("sleep"):
             self.engine.sleep()

@@ -141,6 +141,9 @@ class Programs(ProgramSet):
 
         If `scored`, also those for log-probabilities of prompts, after `expect_scored`. A request
         that needs one would stall all others until then.
+
+        Raises:
+            ValueError: one of the latter cannot be compiled.
         """
         if choice not in self._prepared:
             return False
@@ -148,7 +151,13 @@ class Programs(ProgramSet):
         jobs = [self._made.get(each) for each in needed]
         if any(job is not None and not job.done() for job in jobs):
             return True
-        return scored and not all(map(self.ready, prefill_keys(self._sizes, scored=True)))
+        if not scored:
+            return False
+        jobs = [self._made.get(each) for each in prefill_keys(self._sizes, scored=True)]
+        for job in jobs:
+            if job is not None and job.done() and (error := job.exception()) is not None:
+                raise ValueError(f"prompt_logprobs: their programs cannot be compiled: {error}")
+        return any(job is None or not job.done() for job in jobs)
 
     def usable_rows(self, count: int) -> int:
         """Returns the size of the smallest compiled program for at least `count` rows.

@@ -45,7 +45,7 @@ class SequenceState:
         joined: its position in the order in which sequences started to decode.
         swapped: the number of its groups in host memory.
         priority: sequences with a smaller one start first.
-        scored: whether all tokens of the prompt are computed, although some may be cached.
+        scored: whether all tokens of the prompt are computed, even cached ones.
         stepwise: whether its next token may be planned only when all before it are known.
         known: the number of tokens whose results have arrived.
         acceptance: that of its drafts.

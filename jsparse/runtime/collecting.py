@@ -238,8 +238,18 @@ class OutputBuilder:
     def of_prompt(self) -> PromptScores | None:
         """The log-probabilities of the prompt's tokens so far; None if there are none."""
         with self._lock:
-            parts = list(self._of_prompt)
-        return PromptScores(*map(np.concatenate, zip(*parts, strict=True))) if parts else None
+            if len(self._of_prompt) > 1:
+                parts = zip(*self._of_prompt, strict=True)
+                self._of_prompt = [PromptScores(*map(np.concatenate, parts))]
+            return self._of_prompt[0] if self._of_prompt else None
+
+    @property
+    def lacks_scores(self) -> bool:
+        """Whether log-probabilities of the prompt are requested, and have not all arrived."""
+        if self.request.sampling.prompt_logprobs is None or self.finish == "abort":
+            return False
+        with self._lock:
+            return sum(len(part.ranks) for part in self._of_prompt) < len(self.request.ids)
 
     def _end_within(self, ids: Sequence[int]) -> int:
         """Returns how many of these ids belong to the sequence, and ends it if they end it."""

@@ -1,4 +1,4 @@
-"""Prefill and decode steps as functions of arrays, for JAX programs of one's own.
+"""Prefill and decode steps as functions of arrays, for your own JAX programs.
 
 `init_batch` allocates; `prefill` and `decode_step` may be called in jitted functions and loops.
 """
@@ -9,7 +9,9 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.core as jax_core
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float32, Int32
 
 from jsparse.cache import KVCache, ReadOnly
@@ -17,7 +19,8 @@ from jsparse.cache.spec import CacheSpec
 from jsparse.hooks import State
 from jsparse.hyper_parameters import whole_number
 from jsparse.machine.jax_settings import own_settings
-from jsparse.models.checkpoint import Params, require_on_one_device
+from jsparse.models.checkpoint import Params, require_on_one_device, require_params
+from jsparse.models.config import ModelConfig
 from jsparse.models.transformer import to_logits
 from jsparse.policies.expressions import as_policy
 from jsparse.policy import AnyPolicy, Policy
@@ -33,7 +36,7 @@ from jsparse.shapes import Rows
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["cache", "state", "recent", "steps", "constants"],
-    meta_fields=["policy", "spec"],
+    meta_fields=["policy", "spec", "config", "prefilled"],
 )
 @dataclass(frozen=True)
 class Batch:
@@ -41,14 +44,15 @@ class Batch:
 
     Attributes:
         cache: K and V. `cache.positions` counts the tokens of each row, Int32[B], and
-            `cache.overflow`, Bool[B], says which rows have run out of room; their logits are
-            invalid from then on.
+            `cache.overflow`, Bool[B], marks full rows, whose further logits are invalid.
         state: the policy's state.
         recent: the newest tokens, which a correction recomputes.
         steps: the number of decode steps so far.
         constants: the model's arrays that the policy needs.
         policy: the policy that decodes.
         spec: the sizes of the cache.
+        config: the model's configuration.
+        prefilled: whether it has prompts.
     """
 
     cache: KVCache
@@ -58,6 +62,8 @@ class Batch:
     constants: Mapping[str, Array] | None
     policy: Policy
     spec: CacheSpec
+    config: ModelConfig
+    prefilled: bool = False
 
 
 @own_settings()
@@ -75,26 +81,32 @@ def init_batch(
         params: the model; its weights must not be traced.
         policy: the policy or its expression.
         batch: B, the number of sequences.
-        max_length: the most tokens of a sequence, prompt included.
+        max_length: the most tokens of a sequence, prompt included; rounded up to whole pages.
         page_size: the number of tokens per page.
 
     Raises:
         ValueError: an argument is out of range, the model is on several devices, the policy keeps K
             and V in host memory, or memory does not suffice.
     """
+    require_params(params)
     require_on_one_device(params)
+    if isinstance(jax.tree.leaves(params.weights)[0], jax_core.Tracer):
+        raise ValueError("params: must not be traced by init_batch; call it outside of jax.jit")
     for name, value in (("batch", batch), ("max_length", max_length)):
         whole_number(name, value, 1)
-    if max_length > (most := params.config.max_position_embeddings):
-        raise ValueError(f"max_length={max_length}: must be at most {most}, the model's maximum")
     spec = capacity.spec_of(params, batch, max_length, page_size)
+    if spec.capacity > (most := params.config.max_position_embeddings):
+        raise ValueError(
+            f"max_length={max_length}: must be at most {most}, the model's maximum, in whole pages"
+        )
     deployment = admit(params, as_policy(policy), spec)
     policy = deployment.policy
     if on_host(policy):
         raise ValueError(f"policy={policy}: must keep K and V on the device here")
     cache, state = deployment.store.begin(chunk_attention.chunk_tokens(spec))
     recent, steps = rows.no_recent(policy, batch), jnp.int32(0)
-    return Batch(cache, state, recent, steps, deployment.constants(), policy, spec)
+    constants = deployment.constants()
+    return Batch(cache, state, recent, steps, constants, policy, spec, params.config)
 
 
 @own_settings()
@@ -103,7 +115,7 @@ def prefill(
 ) -> tuple[Batch, Float32[Array, "B V"]]:
     """Prefills the prompts of an empty batch, densely; returns it with the logits that follow them.
 
-    The given batch is donated.
+    Outside of jax.jit, the given batch is donated. Not differentiable.
 
     Args:
         params: the model of the batch.
@@ -112,17 +124,24 @@ def prefill(
         lengths: the number of each prompt's tokens, from 1 to T, [B]; None: T.
 
     Raises:
-        ValueError: the shapes do not fit the batch.
+        ValueError: the model or the shapes do not fit the batch, a number is out of range, or the
+            batch has prompts.
     """
-    tokens = _ids(batch, tokens, 2)
+    _require_of(params, batch, prefilled=False)
+    tokens = _ids(batch, tokens, 2, params.config.vocab_size - 1)
     if tokens.shape[1] >= batch.spec.capacity:
         raise ValueError(
             f"tokens of shape {tokens.shape}: must leave room in the {batch.spec.capacity} tokens "
             "of each row"
         )
     if lengths is None:
-        lengths = jnp.full(tokens.shape[0], tokens.shape[1], jnp.int32)
-    return _prefill(params, batch, tokens, _ids(batch, lengths, 1, "lengths"))
+        lengths = np.full(tokens.shape[0], tokens.shape[1], np.int32)
+    lengths = _ids(batch, lengths, 1, tokens.shape[1], name="lengths", least=1)
+    # constants belong to the model, and must not be donated
+    after, logits = _prefill(
+        params, replace(batch, constants=None), batch.constants, tokens, lengths
+    )
+    return replace(after, constants=batch.constants, prefilled=True), logits
 
 
 @own_settings()
@@ -131,8 +150,9 @@ def decode_step(
 ) -> tuple[Batch, Float32[Array, "B V"], StepStats]:
     """Runs one token of each row through the model, with attention to the policy's selection.
 
-    The given batch is donated. Returns the batch, the logits that follow `tokens`, and the shares
-    of the positions so far that were attended and read in each layer.
+    Outside of jax.jit, the given batch is donated. Not differentiable. Returns the batch, the
+    logits that follow `tokens`, and the shares of the positions so far that were attended and read
+    in each layer.
 
     Args:
         params: the model of the batch.
@@ -140,17 +160,26 @@ def decode_step(
         tokens: the next token of each row, [B].
 
     Raises:
-        ValueError: the shapes do not fit the batch.
+        ValueError: the model or the shape does not fit the batch, a token is not in the
+            vocabulary, or the batch has no prompts.
     """
-    return _decode_step(params, batch, _ids(batch, tokens, 1))
+    _require_of(params, batch, prefilled=True)
+    tokens = _ids(batch, tokens, 1, params.config.vocab_size - 1)
+    constants = batch.constants
+    after, *results = _decode_step(params, replace(batch, constants=None), constants, tokens)
+    return replace(after, constants=constants), *results
 
 
 @partial(jax.jit, donate_argnames=("batch",))
 def _prefill(
-    params: Params, batch: Batch, tokens: Int32[Array, "B T"], lengths: Rows
+    params: Params,
+    batch: Batch,
+    constants: Mapping[str, Array] | None,
+    tokens: Int32[Array, "B T"],
+    lengths: Rows,
 ) -> tuple[Batch, Float32[Array, "B V"]]:
     decoder, policy, spec = params.decoder, batch.policy, batch.spec
-    read_only = ReadOnly(batch.constants)
+    read_only = ReadOnly(constants)
     carry = prompts.prefill_prompts(
         decoder,
         policy,
@@ -179,9 +208,9 @@ def _prefill(
 
 @partial(jax.jit, donate_argnames=("batch",))
 def _decode_step(
-    params: Params, batch: Batch, tokens: Rows
+    params: Params, batch: Batch, constants: Mapping[str, Array] | None, tokens: Rows
 ) -> tuple[Batch, Float32[Array, "B V"], StepStats]:
-    model, read_only = (params.decoder, batch.policy, params.weights), ReadOnly(batch.constants)
+    model, read_only = (params.decoder, batch.policy, params.weights), ReadOnly(constants)
     logits, cache, state, stats = step.decode_step(
         *model, tokens, batch.cache, batch.state, read_only
     )
@@ -194,13 +223,39 @@ def _decode_step(
     return after, logits, stats
 
 
-def _ids(batch: Batch, given: Any, ndim: int, name: str = "tokens") -> Array:
-    """Returns integers of the batch, [B] or [B, T]; ValueError: they are something else."""
-    ids = jnp.asarray(given)
-    whole, size = jnp.issubdtype(ids.dtype, jnp.integer), batch.spec.batch
-    if not whole or ids.ndim != ndim or ids.shape[0] != size:
+def _require_of(params: Params, batch: Batch, *, prefilled: bool) -> None:
+    """Raises ValueError unless a batch is of this model, and has prompts or not."""
+    require_params(params)
+    require_on_one_device(params)
+    if params.config != batch.config:
+        raise ValueError(f"params={params!r}: must be the model that init_batch was given")
+    if batch.prefilled != prefilled:
+        rule = "the result of prefill" if prefilled else "the result of init_batch"
+        raise ValueError(f"batch.prefilled={batch.prefilled}: must be {prefilled}, {rule}")
+
+
+def _ids(
+    batch: Batch, given: Any, ndim: int, most: int, *, name: str = "tokens", least: int = 0
+) -> Array:
+    """Returns integers of the batch, [B] or [B, T].
+
+    Those on a device are not read, which would wait for them.
+
+    Raises:
+        ValueError: they are something else, or numbers on the host are out of range.
+    """
+    try:
+        ids = given if isinstance(given, jax.Array) else np.asarray(given)
+    except ValueError as error:
+        raise ValueError(f"{name}: must be integers ({error})") from None
+    size = batch.spec.batch
+    if not np.issubdtype(ids.dtype, np.integer) or ids.ndim != ndim or ids.shape[0] != size:
         wanted = f"[{size}]" if ndim == 1 else f"[{size}, T]"
         raise ValueError(
             f"{name} of shape {ids.shape} and type {ids.dtype}: must be integers {wanted}"
         )
-    return ids.astype(jnp.int32)
+    if isinstance(ids, np.ndarray) and ids.size and not least <= ids.min() <= ids.max() <= most:
+        raise ValueError(
+            f"{name} range from {ids.min()} to {ids.max()}: must be in {least} … {most}"
+        )
+    return jnp.asarray(ids, jnp.int32)

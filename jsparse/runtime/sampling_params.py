@@ -69,8 +69,9 @@ class SamplingParams:
         prompt_logprobs: the same for the tokens of the prompt, each after those before it, in
             `RequestOutput.prompt_logprobs`. Such a prompt is computed alone and as a whole,
             although a prefix of it may be cached. `generate` accepts only None.
-        priority: requests with a smaller number start first; the default is 0. One that has started
-            is not interrupted. `generate` accepts only 0.
+        priority: the prompts of requests with a smaller number are prefilled first, also before
+            the rest of a prompt in prefill; the default is 0. Others may wait for as long as such
+            requests arrive. Decoding is never interrupted. `generate` accepts only 0.
         policy: hyper-parameters of the policy for this prompt: any that the policy lists in
             `per_row`, such as {"p": 0.9}, and {"dense": True} to attend to everything.
         exact: the engine's own `exact`, for requests that rely on it: another value is refused,

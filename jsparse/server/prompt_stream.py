@@ -52,7 +52,10 @@ class PromptStream:
 
     async def deltas(self) -> AsyncGenerator[RequestOutput]:
         """Yields new output as it arrives; the last one is `finished`."""
-        async for _ in self._followed():
+        async for state in self._followed():
+            # another completion of the prompt may use a cached prefix, and be ahead
+            if state.builders[0].lacks_scores:
+                continue
             output = await self._output(new=True)
             if output.finished or any(completion.token_ids for completion in output.outputs):
                 yield output

@@ -2,7 +2,9 @@
 
 import asyncio
 import gc
+import threading
 import weakref
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -62,15 +64,21 @@ def test_weights_are_converted_and_donated_ones_replaced(llm):
         np.testing.assert_array_equal(own, expected)
 
 
-def test_other_shapes_are_refused(llm):
-    before = llm.engine.params
+def test_other_models_are_refused(llm):
+    before, good = llm.engine.params, other()
+    own, deleted = good.weights["params"], jax.tree.map(jnp.copy, good)
+    jax.tree.leaves(deleted.weights)[0].delete()
     for wrong, message in (
-        (tiny_params(num_layers=2, num_heads=2), "must be float32"),
-        (tiny_params(num_layers=1), "must have .*layers_1"),
-        (tiny_params(num_layers=3), "must not have .*layers_2"),
+        (tiny_params(num_layers=1), "must have the configuration"),
+        (replace(good, weights={"params": own | {"more": own["embed"]}}), "must not have .*more"),
+        (replace(good, weights={"params": own | {"embed": own["embed"][1:]}}), "must be float32"),
+        (jax.tree.map(lambda x: x.astype(int), good), "int32.*: must be float32"),
+        (deleted, "neither traced nor deleted"),
     ):
         with pytest.raises(ValueError, match=message):
             llm.update_weights(wrong)
+    with pytest.raises(ValueError, match="neither traced nor deleted"):
+        jax.jit(llm.update_weights)(good)
     assert llm.engine.params is before
     request = asked(llm, PROMPTS[0], greedy(2))
     state = llm.engine.add(request)
@@ -111,25 +119,49 @@ def test_a_paused_engine_holds_requests_back():
     async def last(prompt, options):
         return [out async for out in engine.generate(prompt, options)][-1].outputs[0]
 
-    async def run():
-        first = asyncio.create_task(last(PROMPTS[0], greedy(20)))
-        while not engine.engine.unfinished:
+    async def submitted(tokens):
+        """A request that the engine's thread takes only after `gate.set()`, and the gate."""
+        holding, gate = threading.Event(), threading.Event()
+        busy = asyncio.create_task(engine._on_thread(lambda: (holding.set(), gate.wait())))
+        while not holding.is_set():
             await asyncio.sleep(0.01)
+        request = asyncio.create_task(last(PROMPTS[0], greedy(tokens)))
+        while not engine._inbox:
+            await asyncio.sleep(0.01)
+        return request, gate, busy
+
+    async def run():
+        first, gate, busy = await submitted(20)
+        updating = asyncio.create_task(engine.update_weights(other()))
+        pausing = asyncio.create_task(engine.pause())
+        await asyncio.sleep(0)
+        gate.set()
         with pytest.raises(ValueError, match="unfinished"):
-            await engine.update_weights(other())
-        await engine.pause()
+            await updating
+        await asyncio.gather(busy, pausing)
         assert len((await first).token_ids) == 20
         held = asyncio.create_task(last(PROMPTS[1], greedy(6)))
         await engine.sleep()
         await engine.update_weights(other())
-        await engine.wake_up()
         assert not held.done()
-        await engine.resume()
+        await engine.resume()  # still asleep
+        await engine.wake_up()
         made = await held
-        endless = asyncio.create_task(last(PROMPTS[0], greedy(60)))
-        while not engine.engine.unfinished:
-            await asyncio.sleep(0.01)
-        await engine.pause(abort=True)
+        # cancelled calls leave a working engine
+        for call in (engine.update_weights(other()), engine.sleep(), engine.pause()):
+            task = asyncio.create_task(call)
+            await asyncio.sleep(0)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        await engine.wake_up()
+        await last(PROMPTS[0], greedy(1))
+        # a request that the engine's thread has not taken yet is aborted too
+        endless, gate, busy = await submitted(60)
+        pausing = asyncio.create_task(engine.pause(abort=True))
+        await asyncio.sleep(0)
+        gate.set()
+        await asyncio.gather(busy, pausing)
         assert (await endless).finish_reason == "abort"
         return made
 

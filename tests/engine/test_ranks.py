@@ -139,6 +139,24 @@ def assert_same_weights(ours, theirs):
     jax.tree.map(same, ours.weights, theirs.weights)
 
 
+@pytest.mark.slow
+def test_weights_and_prompt_logprobs_of_two_devices_are_those_of_one():
+    """New weights come from one device, as in a training loop."""
+    own = greedy(4, prompt_logprobs=1)
+    new = tiny_params(num_layers=2, num_heads=4, num_kv_heads=2, seed=1)
+    halved = tiny_llm(DEFAULT[-1], params=halves())
+    halved.update_weights(new)
+    for out, wanted in zip(
+        halved.generate(PROMPTS, own),
+        tiny_llm(DEFAULT[-1], params=new).generate(PROMPTS, own),
+        strict=True,
+    ):
+        assert out.outputs[0].token_ids == wanted.outputs[0].token_ids
+        found, expected = out.prompt_scores, wanted.prompt_scores
+        assert found is not None and expected is not None
+        np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=1e-4)
+
+
 @pytest.mark.parametrize("name", ["llama3/model.gguf", "qwen2_sharded"])
 def test_model_is_loaded_onto_several_devices(name):
     ours = load(FIXTURES / name, dtype="float32", tensor_parallel_size=2)

@@ -1,5 +1,7 @@
 """Prefill and decode steps as functions: the same tokens as `generate`, in jitted loops."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -69,23 +71,35 @@ def test_rows_that_are_full_overflow(params):
     assert (int(batch.steps), batch.cache.positions.tolist()) == (2, [8])
 
 
+def test_functions_called_outside_of_jit_keep_the_models_constants():
+    params = tiny_params(num_layers=1)
+    for _ in range(2):
+        batch = jsparse.init_batch(params, "quest(budget=16, bounds_dtype='uint8')", max_length=64)
+        batch, logits = jsparse.prefill(params, batch, [[1, 2, 3]])
+        batch, logits, _ = jsparse.decode_step(params, batch, jnp.argmax(logits, -1))
+    assert params.constants and np.isfinite(logits).all()
+    assert not any(array.is_deleted() for array in params.constants.values())
+
+
 def test_wrong_arguments_are_named(params):
     batch = jsparse.init_batch(params, batch=2, max_length=64)
+    full, _ = jax.jit(jsparse.prefill)(params, batch, np.ones((2, 7), np.int32))
     for call, message in (
         (lambda: jsparse.prefill(params, batch, [[1, 2]]), r"tokens of shape \(1, 2\)"),
-        (
-            lambda: jsparse.prefill(params, batch, np.ones((2, 64), int)),
-            "must leave room",
-        ),
+        (lambda: jsparse.prefill(params, batch, np.ones((2, 64), int)), "must leave room"),
         (lambda: jsparse.prefill(params, batch, np.ones((2, 4))), "must be integers"),
+        (lambda: jsparse.prefill(params, batch, [[1], [2, 3]]), "tokens: must be integers"),
+        (lambda: jsparse.prefill(params, batch, [[1], [300]]), "range from 1 to 300"),
         (lambda: jsparse.prefill(params, batch, [[1], [2]], [1]), r"lengths of shape \(1,\)"),
-        (lambda: jsparse.decode_step(params, batch, [[1], [2]]), r"must be integers \[2\]"),
+        (lambda: jsparse.prefill(params, batch, [[1], [2]], [1, 0]), "lengths range from 0 to 1"),
+        (lambda: jsparse.prefill(params, full, [[1], [2]]), "prefilled=True: must be False"),
+        (lambda: jsparse.decode_step(params, batch, [1, 2]), "prefilled=False: must be True"),
+        (lambda: jsparse.decode_step(params, full, [[1], [2]]), r"must be integers \[2\]"),
+        (lambda: jsparse.decode_step(tiny_params(1), full, [1, 2]), "the model that init_batch"),
         (lambda: jsparse.init_batch(params, max_length=10**9), "the model's maximum"),
-        (
-            lambda: jsparse.init_batch(params, "offloaded(quest(budget=16))", max_length=64),
-            "device",
-        ),
+        (lambda: jsparse.init_batch(params, "offloaded(quest(budget=16))", max_length=9), "on the"),
         (lambda: jsparse.init_batch(params, max_length=64, page_size=7), "page_size=7"),
+        (lambda: jax.jit(partial(jsparse.init_batch, max_length=8))(params), "must not be traced"),
     ):
         with pytest.raises(ValueError, match=message):
             call()

@@ -126,6 +126,15 @@ def test_echoed_prompts_have_logprobs(client, http):
     one = asked | {"prompt": WORDS, "stream": True}
     (chunk,) = client.completions.create(**one, **GREEDY)
     assert chunk.choices[0].logprobs == given
+    # another completion of the prompt uses the cache, and is ahead of its log-probabilities
+    long = one | {"prompt": " ".join(f"w{nth + 5}" for nth in range(40)), "n": 2, "stream": False}
+    plain = [client.completions.create(**long, **GREEDY) for _ in range(2)][1]
+    streamed = [*client.completions.create(**long | {"stream": True}, **GREEDY)]
+    for choice in plain.choices:
+        mine = [each.choices[0] for each in streamed if each.choices[0].index == choice.index]
+        assert [x for each in mine for x in each.logprobs.token_logprobs] == (
+            choice.logprobs.token_logprobs
+        )
     nothing = client.completions.create(**asked | {"max_tokens": 0}, **GREEDY)
     assert nothing.choices[0].text == WORDS and nothing.usage.completion_tokens == 0
     assert nothing.choices[0].logprobs.token_logprobs == given.token_logprobs[:5]
