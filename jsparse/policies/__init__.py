@@ -183,7 +183,10 @@ REGISTRY: tuple[Method, ...] = (
         attends=(
             "the prompt tokens that later queries are expected to attend to, and all new tokens"
         ),
-        when="for several questions about a prompt that does not contain them",
+        when=(
+            "for later questions, at half of the memory or more; `r_kv` finds as much and is closer "
+            "to dense attention"
+        ),
     ),
     Method(
         h2o,
