@@ -184,8 +184,8 @@ REGISTRY: tuple[Method, ...] = (
             "the prompt tokens that later queries are expected to attend to, and all new tokens"
         ),
         when=(
-            "for later questions, at half of the memory or more; `r_kv` finds as much and is closer "
-            "to dense attention"
+            "for later questions, at half of the memory or more; `r_kv` finds as much and is "
+            "closer to dense attention"
         ),
     ),
     Method(
