@@ -167,7 +167,7 @@ class AsyncEngine:
                 (request,) = check()
             elif self._closing:
                 raise EngineError(CLOSED)
-            else:  # some take seconds to compile
+            else:  # a grammar may take seconds to compile
                 loop = asyncio.get_running_loop()
                 (request,) = await loop.run_in_executor(self._grammars, check)
             request = replace(request, stream=request.stream + nth % STREAMS)

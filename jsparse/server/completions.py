@@ -148,7 +148,7 @@ class ResponseWriter(ABC):
         return usage(outputs, new)
 
     def of_prompts(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-        """Returns what a whole response says of its prompts."""
+        """Returns the fields of a whole response that describe its prompts."""
         return {}
 
     def _of_prompt(self, output: RequestOutput) -> dict[str, Any]:

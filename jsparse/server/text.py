@@ -44,10 +44,12 @@ class TokenLogprobs(NamedTuple):
     @classmethod
     def of_prompt(cls, output: RequestOutput, count: int) -> "TokenLogprobs":
         """Returns those of a prompt, with the `count` most likely tokens."""
-        assert output.prompt_scores is not None
-        logprobs = output.prompt_scores.logprobs.tolist()
-        tops = output.prompt_scores.tops(count) if count else None
-        return cls(output.prompt_token_ids, [None, *logprobs[1:]], tops)
+        scores = output.prompt_scores
+        if scores is None:  # aborted before the first ones arrived
+            return cls([], [], [] if count else None)
+        known = len(scores.logprobs)
+        logprobs = [None, *scores.logprobs[1:].tolist()]
+        return cls(output.prompt_token_ids[:known], logprobs, scores.tops(count) if count else None)
 
     def then(self, other: "TokenLogprobs") -> "TokenLogprobs":
         """Returns these tokens followed by others."""
