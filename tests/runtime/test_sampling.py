@@ -8,6 +8,8 @@ import pytest
 import jsparse
 from jsparse.runtime.request import Request
 from jsparse.runtime.sampling import (
+    GROUP,
+    TOP,
     RowSampling,
     adjusted,
     chooser,
@@ -402,3 +404,18 @@ def test_frequencies_are_the_probabilities():
     assert (
         chi_square < 20
     )  # 3 degrees of freedom: above 16.3 once in a thousand seeds, and the seed is fixed
+
+
+def test_likeliest_tokens_are_sorted_and_ties_go_to_the_lower_id():
+    """With a vocabulary of several groups, the last one partial, and many ties."""
+    rng = np.random.default_rng(0)
+    logits = rng.integers(0, 40, (5, 20 * GROUP + 70)).astype(np.float32)
+    logits[2] = 0
+    logits[2, [0, 130, 131]] = 38, 39, 38  # a better group with a later tie
+    logits[3] = 0
+    logits[4, ::3] = -np.inf
+    found = jax.jit(top_logprobs)(jnp.asarray(logits))
+    expected = np.argsort(-logits, axis=1, kind="stable")[:, :TOP]
+    np.testing.assert_array_equal(found.ids, expected)
+    wanted = np.take_along_axis(np.asarray(jax.nn.log_softmax(logits)), expected, 1)
+    np.testing.assert_allclose(found.logprobs, wanted, rtol=1e-6)
