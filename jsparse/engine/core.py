@@ -133,6 +133,7 @@ class Engine:
     @own_settings()
     def prepare(self, choices: Sequence[SamplingMode], *, all_rows: bool = False) -> None:
         """Compiles programs as `Programs.prepare` does, and runs each of them once on a GPU."""
+        self._require_awake()
         self._warm_up(self.programs.prepare(choices, all_rows=all_rows))
 
     def _can_run(self, rows: int, seqs: list[int], drafts: int | None = None) -> bool:
@@ -165,8 +166,7 @@ class Engine:
         """
         if self.error is not None:
             raise EngineError(f"the engine has failed: {self.error}") from self.error
-        if self.asleep:
-            raise ValueError("the engine is asleep: must be woken by wake_up() before requests")
+        self._require_awake()
         for name in request.sampling.policy:
             if name not in self.per_request:
                 raise ValueError(
@@ -313,6 +313,10 @@ class Engine:
         if self.asleep:
             self._runner.allocate()
             self.asleep = False
+
+    def _require_awake(self) -> None:
+        if self.asleep:
+            raise ValueError("the engine is asleep: must be woken by wake_up() first")
 
     def _require_no_requests(self, name: str) -> None:
         """Raises the errors of `update_weights`; waits for programs that still run."""
