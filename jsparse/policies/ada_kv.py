@@ -8,8 +8,8 @@ as in `snapkv`, the query heads of a group choose together.
 """
 
 from jsparse.builder import builder
-from jsparse.hyper_parameters import fraction, number_in, whole_number
-from jsparse.policies.eviction.budgets import MAX_SLOTS, CountBounds, competing_room, joint
+from jsparse.hyper_parameters import whole_number
+from jsparse.policies.eviction.budgets import layer_budget
 from jsparse.policies.eviction.engine import evicting
 from jsparse.policies.eviction.settings import Settings
 from jsparse.policies.snapkv import Pooling, pooled_attention
@@ -38,16 +38,6 @@ def ada_kv(
         cap: the maximum slots of a head, as a multiple of the budget.
     """
     whole_number("window", window, 1)
-    room = competing_room(budget, window)
-    fraction("floor", floor)
-    number_in("cap", cap, "[1, inf)")
-    largest = min(int(cap * budget), MAX_SLOTS)
-    bounds = CountBounds(0, largest - window, room)
-    settings = Settings(
-        pooled_attention(pool, pooling),
-        joint(bounds, floor),
-        kept=bounds.max_count,
-        max_length=lambda prompt_tokens, new_tokens: min(prompt_tokens, largest) + new_tokens,
-        window=window,
-    )
+    own = layer_budget(budget, window, floor, cap)
+    settings = Settings(pooled_attention(pool, pooling), **own._asdict(), window=window)
     return evicting(settings)

@@ -23,8 +23,8 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 from jsparse.builder import builder
 from jsparse.cache import read_heads
 from jsparse.cache.key_constants import angles_at, rotated
-from jsparse.hyper_parameters import fraction, number_in, whole_number
-from jsparse.policies.eviction.budgets import MAX_SLOTS, CountBounds, competing_room, joint
+from jsparse.hyper_parameters import number_in, whole_number
+from jsparse.policies.eviction.budgets import layer_budget
 from jsparse.policies.eviction.engine import evicting
 from jsparse.policies.eviction.settings import LayerView, ScoreFn, Settings
 from jsparse.policy import Policy
@@ -58,21 +58,15 @@ def expected_attention(
     for name, value, least in (("sink", sink, 0), ("recent", recent, 0), ("window", window, 1)):
         whole_number(name, value, least)
     number_in("epsilon", epsilon, "[0, inf)")
-    fraction("floor", floor)
-    number_in("cap", cap, "[1, inf)")
-    room = competing_room(budget, sink + recent)
-    largest = min(int(cap * budget), MAX_SLOTS)
-    bounds = CountBounds(0, largest - sink - recent, room)
     settings = Settings(
         expected_share(sink, epsilon),
-        joint(bounds, floor),
-        kept=bounds.max_count,
-        max_length=lambda prompt_tokens, new_tokens: min(prompt_tokens, largest) + new_tokens,
+        **layer_budget(budget, sink + recent, floor, cap)._asdict(),
         window=window,
         sink=sink,
         recent=recent,
+        needs=("rope_frequencies",),
     )
-    return evicting(settings)._replace(needs=("rope_frequencies",))
+    return evicting(settings)
 
 
 def expected_share(sink: int, epsilon: float) -> ScoreFn:

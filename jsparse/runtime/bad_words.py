@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Bool, UInt32
 
 from jsparse.models.tokenizer import Tokenizer
+from jsparse.runtime.structured_outputs import packed
 
 KEPT = 16  # lists of words, by tokenizer
 _tables: WeakKeyDictionary[Tokenizer, dict[tuple[int, bool], "TokenTable"]] = WeakKeyDictionary()
@@ -42,9 +43,7 @@ class BadWords:
         if not flags.any():
             self.error = f"bad_words={self.words.texts}: no token may follow {self._tail!r}"
             flags[:] = True
-        padded = np.zeros(-(-flags.size // 32) * 32, np.bool_)
-        padded[: flags.size] = flags
-        return np.packbits(padded, bitorder="little").view(np.uint32)
+        return packed(flags)
 
     def take(self, ids: Sequence[int]) -> None:
         """Appends tokens to the output."""
@@ -63,12 +62,11 @@ class TokenTable:
             if token < vocab_size:
                 texts[token] = b"" if skip_special else text.encode()
         self.texts, self.size = texts, vocab_size
-        self.order = sorted(range(vocab_size), key=texts.__getitem__)
-        self.sorted = [texts[token] for token in self.order]
-        self.ids = np.array(self.order)
-        ends = np.cumsum([len(text) + 1 for text in texts])
+        order = sorted(range(vocab_size), key=texts.__getitem__)
+        self._sorted, self._ids = [texts[token] for token in order], np.array(order)
         # a byte that no UTF-8 has keeps matches within one token
-        self._joined, self._ends = b"\xff".join(texts), ends
+        self._joined = b"\xff".join(texts)
+        self._ends = np.cumsum([len(text) + 1 for text in texts])
 
     def bytes_of(self, token: int) -> bytes:
         """Returns the bytes that a token adds to the text."""
@@ -85,9 +83,9 @@ class TokenTable:
 
     def beginning(self, text: bytes) -> np.ndarray:
         """Returns the tokens that begin with a text, which must not be empty."""
-        first = bisect_left(self.sorted, text)
-        last = bisect_right(self.sorted, text, lo=first, key=lambda each: each[: len(text)])
-        return self.ids[first:last]
+        first = bisect_left(self._sorted, text)
+        last = bisect_right(self._sorted, text, lo=first, key=lambda each: each[: len(text)])
+        return self._ids[first:last]
 
 
 class Words:

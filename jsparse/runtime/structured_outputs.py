@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal
 
 import numpy as np
-from jaxtyping import UInt32
+from jaxtyping import Bool, UInt32
 
 # bounds on the time and memory that one request's grammar takes
 MAX_CHARS, MAX_CHOICES = 2**17, 10_000
@@ -123,9 +123,15 @@ def structured_outputs(given: Any) -> StructuredOutputsParams | None:
 
 def bits(ids: Sequence[int], vocab_size: int) -> UInt32[np.ndarray, "words"]:
     """Returns a bit for each token, the lowest of the first word for id 0: is it among `ids`?"""
-    flags = np.zeros(-(-vocab_size // 32) * 32, np.bool_)
+    flags = np.zeros(vocab_size, np.bool_)
     flags[[*ids]] = True
-    return np.packbits(flags, bitorder="little").view(np.uint32)
+    return packed(flags)
+
+
+def packed(flags: Bool[np.ndarray, "V"]) -> UInt32[np.ndarray, "words"]:
+    """Returns flags as bits, that of id 0 lowest in the first word."""
+    padded = np.pad(flags, (0, -flags.size % 32))
+    return np.packbits(padded, bitorder="little").view(np.uint32)
 
 
 def _choices(given: Any) -> tuple[str, ...]:

@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int32
 
-from jsparse.hyper_parameters import whole_number
+from jsparse.hooks import MaxLengthFn
+from jsparse.hyper_parameters import fraction, number_in, whole_number
 from jsparse.pallas_kernels.shared_counts import shared_counts
 from jsparse.pallas_kernels.threshold_select import TopP, threshold_select
 from jsparse.ranks import gathered, own_part
@@ -152,6 +153,36 @@ def n_star(bounds: CountBounds, p: float) -> CountFn:
         return bounds.clip(_num_needed(found.competing, found.share_needed(p))), temperatures
 
     return count
+
+
+class LayerBudget(NamedTuple):
+    """The settings of a method whose KV heads compete for the slots of their layer.
+
+    Attributes:
+        rule, kept, max_length: as in `settings.Settings`, for a compression after the prompt only.
+    """
+
+    rule: CountFn
+    kept: int
+    max_length: MaxLengthFn
+
+
+def layer_budget(budget: int, protected: int, floor: float, cap: float) -> LayerBudget:
+    """Returns the settings of Ada-KV's budgets; see `ada_kv` for the arguments.
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
+    room = competing_room(budget, protected)
+    fraction("floor", floor)
+    number_in("cap", cap, "[1, inf)")
+    largest = min(int(cap * budget), MAX_SLOTS)
+    bounds = CountBounds(0, largest - protected, room)
+
+    def max_length(prompt_tokens: int, new_tokens: int) -> int:
+        return min(prompt_tokens, largest) + new_tokens
+
+    return LayerBudget(joint(bounds, floor), bounds.max_count, max_length)
 
 
 def union(bounds: CountBounds) -> CountFn:

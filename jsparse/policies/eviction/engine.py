@@ -35,7 +35,7 @@ def evicting(settings: Settings) -> Policy:
         stats=lambda layer: "token_logits" if settings.tracking else None,
         window=settings.window,
         shares="pages",
-        needs=("bias",) if settings.merge else (),
+        needs=(*settings.needs, *(("bias",) if settings.merge else ())),
     )
 
 

@@ -94,6 +94,7 @@ class Settings(NamedTuple):
             wait: they are not read, but can be chosen again.
         tracking: the update of per-slot numbers; None if there are none.
         calibrates: whether `rule` has temperatures.
+        needs: the model's constants that `score` reads.
     """
 
     score: ScoreFn
@@ -108,6 +109,7 @@ class Settings(NamedTuple):
     patience: int = 0
     tracking: Tracking | None = None
     calibrates: bool = False
+    needs: tuple[str, ...] = ()
 
     @property
     def first(self) -> int:
