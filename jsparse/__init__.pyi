@@ -45,6 +45,7 @@ from jsparse.policies.duo_attention import duo_attention as duo_attention
 from jsparse.policies.expected_attention import expected_attention as expected_attention
 from jsparse.policies.h2o import h2o as h2o
 from jsparse.policies.hard_kv import hard_kv as hard_kv
+from jsparse.policies.kvzip import kvzip as kvzip
 from jsparse.policies.lfps import lfps as lfps
 from jsparse.policies.lychee_cluster import lychee_cluster as lychee_cluster
 from jsparse.policies.lychee_decode import lychee_decode as lychee_decode

@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int32
 
 from jsparse.cache import CacheSpec, KVCache, LayerCache, StepView
 from jsparse.selection import Selection
 from jsparse.selection.partials import ListedLogits, Stats, StatsKind, Summary
-from jsparse.shapes import ChunkKV, Queries, Rows, Tokens
+from jsparse.shapes import ChunkKV, ChunkQueries, Queries, Rows, Tokens
 
 State = Any
 
@@ -36,6 +36,23 @@ class PrefillView(NamedTuple):
     q_window: Float[Array, "B W N H"]
     window_valid: Rows
     last: bool
+
+
+class RereadView(NamedTuple):
+    """A policy's view, in one layer, of a chunk of each prompt that follows the whole prompt.
+
+    Attributes:
+        q, k: the chunk, padded to T; only the first `valid[b]` of row b are real.
+        start: the position of the chunk's first token in the prompt.
+        valid: the number of tokens of each row.
+        step: the cache, which holds the prompts alone.
+    """
+
+    q: ChunkQueries
+    k: ChunkKV
+    start: Int32[Array, ""]
+    valid: Rows
+    step: StepView
 
 
 class InitFn(Protocol):
@@ -99,6 +116,12 @@ class MaintainFn(Protocol):
     """
 
     def __call__(self, state: State, view: StepView, /) -> tuple[State, KVCache]: ...
+
+
+class RereadFn(Protocol):
+    """Updates the state with a chunk of the prompts that the model is given a second time."""
+
+    def __call__(self, state: State, layer: int, view: RereadView, /) -> State: ...
 
 
 class AfterPromptFn(Protocol):

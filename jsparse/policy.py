@@ -45,6 +45,7 @@ from jsparse.hooks import (
     MaintainFn,
     MaxLengthFn,
     PrefillFn,
+    RereadFn,
     SelectFn,
     State,
     StatsFn,
@@ -91,6 +92,18 @@ class Services(NamedTuple):
         return {name: tokens for name, tokens in both.items() if tokens}
 
 
+class Reread(NamedTuple):
+    """The scoring of prompt tokens by the queries of the same tokens after the whole prompt.
+
+    Attributes:
+        chunk: the number of tokens of a row that follow the prompt at a time.
+        score: updates the state with one such chunk of a layer.
+    """
+
+    chunk: int
+    score: RereadFn
+
+
 class Eviction(NamedTuple):
     """The hooks of a method whose heads lose tokens, so that slots no longer give positions.
 
@@ -98,10 +111,12 @@ class Eviction(NamedTuple):
         after_prompt: reworks state and cache once, before the first step; None: changes nothing.
         max_length: the maximum slots of a head after `after_prompt`; None: the sum of the row's
             prompt and new tokens.
+        reread: runs before `after_prompt`; None: prompts are prefilled once.
     """
 
     after_prompt: AfterPromptFn | None = None
     max_length: MaxLengthFn | None = None
+    reread: Reread | None = None
 
 
 def _no_state(spec: CacheSpec) -> State:

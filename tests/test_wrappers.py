@@ -8,7 +8,7 @@ from jsparse.builder import dense
 from jsparse.cache import StepView
 from jsparse.hyper_parameters import fraction
 from jsparse.policies.combinators import with_state
-from jsparse.policy import Eviction, Policy, Services
+from jsparse.policy import Eviction, Policy, Reread, Services
 from tests.support.tiny import spec_of, tiny_params
 
 HOOKS = {"init", "prefill", "append", "select", "update", "services"}
@@ -70,9 +70,12 @@ def test_wrapper_state_leaves_eviction_to_the_base():
     def after_prompt(state, view, slots):
         return (*state, slots), view.cache
 
+    def score(state, layer, view):
+        return (*state, layer)
+
     base = dense()._replace(
         init=lambda spec: ("own",),
-        eviction=Eviction(after_prompt, lambda prompt, new: prompt),
+        eviction=Eviction(after_prompt, lambda prompt, new: prompt, Reread(8, score)),
     )
     wrapped = with_state(base, lambda spec: "second")
     spec = spec_of(tiny_params(), 1)
@@ -80,5 +83,7 @@ def test_wrapper_state_leaves_eviction_to_the_base():
     assert wrapped.eviction is not None and wrapped.eviction.after_prompt is not None
     reworked, _ = wrapped.eviction.after_prompt(state, view, 9)
     assert tuple(reworked) == (("own", 9), "second")
+    assert wrapped.eviction.reread is not None
+    assert tuple(wrapped.eviction.reread.score(state, 1, None)) == (("own", 1), "second")
     assert base.eviction is not None
     assert wrapped.eviction.max_length is base.eviction.max_length

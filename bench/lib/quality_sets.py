@@ -28,7 +28,7 @@ PAPERS_QUEST = "slack=1.0, group='max'"
 DUO_RETRIEVAL = 11 / 90  # the share of retrieval heads in direct.safetensors
 GATE_FILES = "hard_kuma.safetensors", "direct.safetensors"
 SHARES = (16, 8, 4)  # of the length
-EVICTING = ("snapkv", "ada_kv", "expected_attention", "h2o", "r_kv")
+EVICTING = ("snapkv", "ada_kv", "expected_attention", "kvzip", "h2o", "r_kv")
 MASSES_OF_TWILIGHT = (0.8, 0.9, 0.95)
 
 

@@ -12,9 +12,11 @@ from jsparse.engine.program_record import NewRequest, engine_program
 from jsparse.engine.setup import EngineSpec
 from jsparse.engine.sizes import MAX_PREFILLS, EngineSizes
 from jsparse.engine.slots import Slots, no_knobs
+from jsparse.models.transformer import Weights
 from jsparse.runtime import room
 from jsparse.runtime.compilation import inlined, note_trace
 from jsparse.runtime.program_set import ProgramKey
+from jsparse.runtime.rereading import reread
 from jsparse.runtime.shared_pages import scratch_group
 from jsparse.runtime.state_axes import put_rows
 
@@ -23,12 +25,14 @@ class EvictRow(NamedTuple):
     """A prompt to compress into groups of its own, after its prefill.
 
     Attributes:
+        tokens: the prompt, padded.
         slots, places: its slot, and the place of its state.
         lengths: the number of its tokens.
         groups: the groups of the uncompressed prompt.
         kept: the groups of the compressed prompt.
     """
 
+    tokens: Int32[Array, "1 S"]
     slots: Int32[Array, "1"]
     places: Int32[Array, "1"]
     lengths: Int32[Array, "1"]
@@ -39,6 +43,7 @@ class EvictRow(NamedTuple):
 def _no_prompt(spec: EngineSpec, size: tuple[int, ...]) -> tuple[EvictRow, dict[str, Array]]:
     scratch = scratch_group(spec.cache)
     columns: dict[str, Any] = {
+        "tokens": np.zeros((1, size[1] * spec.cache.page_size), np.int32),
         "slots": np.full(1, spec.sizes.num_slots, np.int32),
         "places": np.full(1, MAX_PREFILLS, np.int32),
         "lengths": np.zeros(1, np.int32),
@@ -68,6 +73,7 @@ def evict(
     inputs: EvictRow,
     knobs: dict[str, Array],
     *,
+    weights: Weights,
     read_only: ReadOnly,
 ) -> Slots:
     """Compresses a prompt into groups of its own, after its prefill.
@@ -86,10 +92,13 @@ def evict(
     # heads are compressed into the kept groups; later groups are only read
     first = jnp.where(kept == scratch_group(spec.cache), read, kept)
     groups = jnp.concatenate([first, inputs.groups[:, pages:]], axis=1)
+    cache = memory.rows(groups, inputs.lengths).of_rows()
+    state = spec.memory.state_of_prompts(slots, inputs.slots, inputs.places)
+    state = inlined(reread)(spec.decoder, policy, weights, inputs.tokens, cache, state, read_only)
     cache, state = inlined(room.evict)(
         policy,
-        memory.rows(groups, inputs.lengths).of_rows(),
-        spec.memory.state_of_prompts(slots, inputs.slots, inputs.places),
+        cache,
+        state,
         read_only._replace(knobs=knobs or None),
         pages * spec.cache.page_size,
     )

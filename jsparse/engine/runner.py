@@ -283,13 +283,14 @@ class Runner:
 
     def _evict(self, chunk: Chunk) -> None:
         """Compresses a prompt that ends with this chunk."""
-        prompt = chunk.start + chunk.valid
+        prompt, request = chunk.start + chunk.valid, self._request_of(chunk.seq)
         key = evict_key(self._spec.sizes, prompt)
         inputs, _ = self._programs.placeholders(key.name, key.size)
         inputs.slots[0], inputs.places[0], inputs.lengths[0] = chunk.slot, chunk.place, prompt
         inputs.groups[0, : len(chunk.groups)] = chunk.groups
         inputs.kept[0, : len(chunk.kept)] = chunk.kept
-        knobs = knob_rows([self._request_of(chunk.seq)], self._spec.knobs)
+        inputs.tokens[0, :prompt] = request.ids[:prompt]
+        knobs = knob_rows([request], self._spec.knobs)
         self._slots = self._programs.run(key, self._slots, inputs, knobs)
 
     def _decode(self, plan: DecodePlan) -> PendingResults:

@@ -35,6 +35,7 @@ from jsparse.runtime.prefill import (
 )
 from jsparse.runtime.prefill import start as prefill_start
 from jsparse.runtime.request import requests
+from jsparse.runtime.rereading import reread_prompts
 from jsparse.runtime.sampling_params import OFF
 from jsparse.runtime.session import Session
 from jsparse.runtime.session_prefill import PrefillResult, first_logits, padded
@@ -169,6 +170,12 @@ def _prefilled(
                 last = part is parts[-1]
                 states[nth] = observed(decoder, policies[nth], *arrays(part, nth), last=last)
             report("prefill", min(part.end, longest), longest)
+        for nth, policy in enumerate(policies):
+            states[nth] = reread_prompts(
+                *(decoder, policy, params.weights, prompts.tokens),
+                *(_with_fields(carry.cache, policy.needs), states[nth], constants[nth]),
+                mesh=mesh,
+            )
     except BaseException:
         settle(carry, states)
         raise

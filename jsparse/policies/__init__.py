@@ -17,6 +17,7 @@ from jsparse.policies.expected_attention import expected_attention
 from jsparse.policies.expressions import POLICIES
 from jsparse.policies.h2o import h2o
 from jsparse.policies.hard_kv import hard_kv
+from jsparse.policies.kvzip import kvzip
 from jsparse.policies.lfps import lfps
 from jsparse.policies.lychee_cluster import lychee_cluster
 from jsparse.policies.lychee_decode import lychee_decode
@@ -187,6 +188,16 @@ REGISTRY: tuple[Method, ...] = (
             "for later questions, at half of the memory or more; `r_kv` finds as much and is "
             "closer to dense attention"
         ),
+    ),
+    Method(
+        kvzip,
+        paper="KVzip",
+        kind="evicts",
+        calls="kvzip(budget)",
+        attends=(
+            "the prompt tokens that the model needs to reproduce its prompt, and all new tokens"
+        ),
+        when="for many questions about one text; takes a second pass over the prompt",
     ),
     Method(
         h2o,

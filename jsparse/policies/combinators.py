@@ -58,6 +58,9 @@ def with_state(
     eviction = base.eviction
     if eviction and eviction.after_prompt:
         eviction = eviction._replace(after_prompt=partial(_reworked, eviction.after_prompt))
+    if eviction and eviction.reread:
+        score = partial(_taken_in, eviction.reread.score, None)
+        eviction = eviction._replace(reread=eviction.reread._replace(score=score))
     return base._replace(
         init=partial(_both, base.init, init),
         prefill=partial(_taken_in, base.prefill, prefill),

@@ -33,6 +33,7 @@ from jsparse.policy import Policy, kept
 from jsparse.runtime import chunk_attention
 from jsparse.runtime.chunk_attention import attend_chunk
 from jsparse.runtime.compilation import inlined, program
+from jsparse.runtime.rereading import reread_prompts
 from jsparse.runtime.store import KVStore
 from jsparse.shapes import ChunkQueries, Rows, Tokens
 
@@ -106,6 +107,12 @@ def prefill_prompts(
             if store is not None:
                 store.after_chunk(carry.cache, part.valid, part.tokens.shape[1])
             report("prefill", min(part.end, longest), longest)
+        kept_anew = reread_prompts(
+            *(decoder, policy, weights, tokens, carry.cache, carry.state, read_only),
+            within=within,
+            mesh=mesh,
+        )
+        carry = carry._replace(state=kept_anew)
     except BaseException:
         settle(carry, store and store.pages)
         raise

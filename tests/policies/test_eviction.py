@@ -9,7 +9,7 @@ import pytest
 
 from jsparse.cache import KVCache, slot_positions
 from jsparse.policies.expressions import parse
-from jsparse.policy import Eviction, Policy
+from jsparse.policy import Policy
 from jsparse.runtime import capacity, session
 from tests.support import slow_eviction as slow
 from tests.support.marks import slow_except
@@ -32,7 +32,7 @@ def recording(policy: Policy, left: list) -> Policy:
     Each compression appends the positions that it leaves: [row][layer][head] -> positions.
     """
     assert policy.eviction is not None
-    rework, max_length = policy.eviction
+    rework = policy.eviction.after_prompt
     assert rework is not None
 
     def note(*held):
@@ -65,7 +65,7 @@ def recording(policy: Policy, left: list) -> Policy:
 
     needs = (*policy.needs, "slot_positions")
     return policy._replace(
-        eviction=Eviction(after_prompt, max_length),
+        eviction=policy.eviction._replace(after_prompt=after_prompt),
         services=policy.services._replace(maintain=maintain),
         needs=needs,
     )

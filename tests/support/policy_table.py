@@ -79,6 +79,7 @@ TABLE = (
     "ada_kv(budget=8, window=4, pool=3)",
     "ada_kv(budget=6, window=1, pooling='mean', floor=0.5, cap=2)",
     "expected_attention(budget=8, sink=1, recent=2, window=6)",
+    "kvzip(budget=8, sink=1, recent=2, chunk=16)",
     "h2o(budget=8, window=4, period=6)",
     "r_kv(budget=8, window=4, period=6)",
     "raas(budget=8, threshold=0.05, period=6)",
@@ -147,7 +148,7 @@ DENSE_AT: dict[str, dict[str, Any]] = {
                 "cluster_kv",
             ),
             *("oracle_top_k", "verified", "snapkv", "ada_kv", "expected_attention", "h2o"),
-            *("r_kv", "raas"),
+            *("r_kv", "raas", "kvzip"),
         )
     },
     "dense": {},

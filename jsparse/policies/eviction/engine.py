@@ -31,7 +31,7 @@ def evicting(settings: Settings) -> Policy:
         prefill=partial(prefill, settings),
         update=partial(update, settings),
         services=Services(partial(maintain, settings), settings.period),
-        eviction=Eviction(partial(after_prompt, settings), settings.max_length),
+        eviction=Eviction(partial(after_prompt, settings), settings.max_length, settings.reread),
         stats=lambda layer: "token_logits" if settings.tracking else None,
         window=settings.window,
         shares="pages",
@@ -47,7 +47,7 @@ def init(settings: Settings, spec: CacheSpec) -> State:
     return tuple(
         EvictionState(
             jnp.zeros(queries, spec.dtype),
-            jnp.zeros(slots, jnp.float32) if settings.tracking else None,
+            jnp.zeros(slots, jnp.float32) if settings.tracks else None,
             jnp.zeros(heads, jnp.float32) if settings.calibrates else None,
             jnp.zeros(slots, jnp.uint8) if settings.patience else None,
         )

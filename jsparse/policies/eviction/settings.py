@@ -8,6 +8,7 @@ from jaxtyping import Array, Bool, Float, Float32, UInt8
 from jsparse.cache import LayerCache
 from jsparse.hooks import MaxLengthFn
 from jsparse.policies.eviction.budgets import MAX_SLOTS, CountFn
+from jsparse.policy import Reread
 from jsparse.shapes import Lengths, Rows
 
 
@@ -95,6 +96,7 @@ class Settings(NamedTuple):
         tracking: the update of per-slot numbers; None if there are none.
         calibrates: whether `rule` has temperatures.
         needs: the model's constants that `score` reads.
+        reread: fills the tracked numbers by a second pass over the prompt; None: there is none.
     """
 
     score: ScoreFn
@@ -110,6 +112,12 @@ class Settings(NamedTuple):
     tracking: Tracking | None = None
     calibrates: bool = False
     needs: tuple[str, ...] = ()
+    reread: Reread | None = None
+
+    @property
+    def tracks(self) -> bool:
+        """Whether the method has a number per slot."""
+        return self.tracking is not None or self.reread is not None
 
     @property
     def first(self) -> int:
