@@ -32,7 +32,7 @@ FLOORS = (
     ("models", "models"),
     ("contract", "policy", "hooks", "builder"),
     ("policies", "policies", "extend"),
-    ("runtime", "runtime", "text", "generation", "conversation"),
+    ("runtime", "runtime", "text", "generation", "conversation", "cached_prompt"),
     ("above runtime", "evaluation", "train", "engine"),
     ("server and benchmark", "server", "benchmark"),
     ("cli", "cli", "__main__"),

@@ -1,5 +1,6 @@
 # The one list of public names; __init__.py reads it and imports each name on first use.
 from jsparse.cache import KVCache as KVCache
+from jsparse.cached_prompt import CachedPrompt as CachedPrompt
 from jsparse.conversation import Conversation as Conversation
 from jsparse.engine.async_engine import AsyncEngine as AsyncEngine
 from jsparse.engine.errors import EngineError as EngineError

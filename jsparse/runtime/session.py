@@ -48,10 +48,17 @@ class Fresh(NamedTuple):
 
 
 class Ready(NamedTuple):
-    """A session after prefill, before decoding; `end` is None if no further turn is possible."""
+    """A session after prefill, before decoding.
+
+    Attributes:
+        prefilled: the result of prefill.
+        end: the state that a further turn starts from; None if none is possible.
+        compressed: whether the policy's `after_prompt` has run.
+    """
 
     prefilled: PrefillResult
     end: PromptEnd | None
+    compressed: bool = False
 
 
 class Decoded(NamedTuple):
@@ -228,17 +235,45 @@ class Session:
         decoding = self._decoding(choose, limits, keep_logits=keep_logits)
         self._expected = decoding.expect(given, knobs, prompts)
 
-    def adopt(self, prefilled: PrefillResult, pages: HostLayers | None = None) -> None:
+    def adopt(
+        self,
+        prefilled: PrefillResult,
+        pages: HostLayers | None = None,
+        *,
+        compressed: bool = False,
+    ) -> None:
         """Takes over prompts prefilled elsewhere for this policy, with K and V on the device.
 
         The session's store takes K and V; `pages` are their copies in host memory, if there are
-        any.
+        any. `compressed`: the policy's `after_prompt` has run.
         """
         chunk = chunk_attention.chunk_tokens(self.deployment.spec)
         prefilled = prefilled._replace(
             cache=self.deployment.store.adopt(prefilled.cache, chunk, pages)
         )
-        self._stage = Ready(prefilled, None)
+        self._stage = Ready(prefilled, None, compressed)
+
+    def compress(self, limits: Sequence[int], knobs: dict[str, Array] | None = None) -> None:
+        """Runs the policy's `after_prompt`, if it has one and that has not been done.
+
+        `limits` and `knobs` are those of `steps`, which calls it.
+
+        Raises:
+            ValueError: as `steps`.
+        """
+        stage = self._ready(limits)
+        params, policy, spec, *_ = self.deployment
+        if policy.eviction is None or stage.compressed:
+            return
+        prompts = self._positions  # blocks on the prompts
+        room.require_pages(policy, spec, prompts, limits)
+        self._stage = Busy(stage.end)
+        read_only = ReadOnly(self.deployment.constants(), knobs)
+        logits, cache, state = stage.prefilled
+        cache, state = room.after_prompt(
+            policy, spec, cache, state, read_only, prompts, limits, params.mesh
+        )
+        self._stage = Ready(PrefillResult(logits, cache, state), stage.end, compressed=True)
 
     def steps(
         self,
@@ -270,22 +305,13 @@ class Session:
                 or a shared pool, or the cache that `after_prompt` returned, has too little room for
                 the policy.
         """
-        stage = self._ready(limits)
-        params, policy, spec, *_ = self.deployment
-        prefilled = stage.prefilled
-        # this blocks on the prompts; only evicting policies need it
-        prompts = self._positions if policy.eviction is not None else []
+        self._ready(limits)
         decoding = self._decoding(choose, limits, keep_logits=keep_logits)
-        room.require_pages(policy, spec, prompts, limits)
+        self.compress(limits, knobs)
+        stage = self._ready(limits)
+        prefilled = stage.prefilled
         self._stage = Busy(stage.end)  # donated
-        both, read_only = (
-            (prefilled.cache, prefilled.state),
-            ReadOnly(self.deployment.constants(), knobs),
-        )
-        cache, state = room.after_prompt(
-            policy, spec, *both, read_only, prompts, limits, params.mesh
-        )
-        result = decoding.begin(PrefillResult(prefilled.logits, cache, state), given, knobs)
+        result = decoding.begin(prefilled, given, knobs)
         try:
             yield result
             while not decoding.finished:
