@@ -185,8 +185,8 @@ REGISTRY: tuple[Method, ...] = (
             "the prompt tokens that later queries are expected to attend to, and all new tokens"
         ),
         when=(
-            "for later questions, at half of the memory or more; `r_kv` finds as much and is "
-            "closer to dense attention"
+            "to compare with `kvzip`, which finds more for later questions and needs a second pass "
+            "over the prompt"
         ),
     ),
     Method(
@@ -197,7 +197,10 @@ REGISTRY: tuple[Method, ...] = (
         attends=(
             "the prompt tokens that the model needs to reproduce its prompt, and all new tokens"
         ),
-        when="for many questions about one text; takes a second pass over the prompt",
+        when=(
+            "for many questions about one text, with `CachedPrompt`; the second pass takes longer "
+            "than the prefill"
+        ),
     ),
     Method(
         h2o,
