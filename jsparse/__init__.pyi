@@ -57,6 +57,7 @@ from jsparse.policies.quest import quest as quest
 from jsparse.policies.quest_chunks import quest_chunks as quest_chunks
 from jsparse.policies.r_kv import r_kv as r_kv
 from jsparse.policies.raas import raas as raas
+from jsparse.policies.razor_attention import razor_attention as razor_attention
 from jsparse.policies.snapkv import snapkv as snapkv
 from jsparse.policies.streaming import streaming as streaming
 from jsparse.policies.tidal import tidal as tidal

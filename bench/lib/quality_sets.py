@@ -103,8 +103,8 @@ def untrained(budget: int, length: int) -> tuple[str, ...]:
 def every_method(gates: Path, length: int) -> tuple[str, ...]:
     """Returns every method, such that heads read a quarter of the length on average.
 
-    `tidal`, `lychee_decode` and `duo_attention` read everything in some layers or heads, and
-    therefore less in the others. Twilight's reads follow from p.
+    `tidal`, `lychee_decode`, `duo_attention` and `razor_attention` read everything in some layers
+    or heads, and therefore less in the others. Twilight's reads follow from p.
     """
     in_layers, in_heads = (
         16 * round(length * (0.25 - dense) / (1 - dense) / 16)
@@ -118,6 +118,7 @@ def every_method(gates: Path, length: int) -> tuple[str, ...]:
         ),
         *(f"lychee_decode({str(gates / name)!r}, value={in_heads})" for name in GATE_FILES),
         f"duo_attention({str(gates / GATE_FILES[1])!r}, sink=4, recent={in_heads - 4})",
+        f"razor_attention({str(gates / GATE_FILES[1])!r}, recent={in_heads - 4}, share=0.0)",
         "twilight(all_pages(), p=0.9)",
         "twilight(all_pages(), p=0.95)",
     )

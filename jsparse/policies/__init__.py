@@ -28,6 +28,7 @@ from jsparse.policies.quest import quest
 from jsparse.policies.quest_chunks import quest_chunks
 from jsparse.policies.r_kv import r_kv
 from jsparse.policies.raas import raas
+from jsparse.policies.razor_attention import razor_attention
 from jsparse.policies.snapkv import snapkv
 from jsparse.policies.streaming import streaming
 from jsparse.policies.tidal import tidal
@@ -110,6 +111,16 @@ REGISTRY: tuple[Method, ...] = (
             "with the same gates, if sparse heads should select and share nothing; these forget "
             "the middle of the text"
         ),
+    ),
+    Method(
+        razor_attention,
+        paper="RazorAttention",
+        calls="razor_attention(gates)",
+        attends=(
+            "everything in retrieval heads; in the others the first tokens, a window, and one mean "
+            "token for the rest of the prompt"
+        ),
+        when="without training, since `jsparse calibrate-heads` finds its heads in one prefill",
     ),
     Method(
         lfps,

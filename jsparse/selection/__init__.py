@@ -129,25 +129,30 @@ def window(
     lengths: Lengths,
     *,
     sink: int,
-    recent: int,
+    recent: int | Lengths,
     num_pages: int,
     page_size: int,
     granularity: Granularity = "page",
 ) -> Selection:
     """Selects the first `sink` and the last `recent` slots of each head.
 
-    C is the maximum number of their ids. Pages of more than 32 tokens have no bits and are attended
-    as a whole, so slightly more slots are attended.
+    C is the maximum number of their ids; if `recent` differs by head, that of all slots. Pages of
+    more than 32 tokens have no bits and are attended as a whole, so slightly more slots are
+    attended.
     """
-    sink, recent = min(sink, num_pages * page_size), min(recent, num_pages * page_size)
+    slots = num_pages * page_size
+    sink, most = min(sink, slots), slots
+    if isinstance(recent, int):
+        recent = most = min(recent, slots)
+    newest = lengths - recent  # the first of the last slots, negative if there are fewer
     unit = page_size if granularity == "page" else 1
-    num_units = num_pages * page_size // unit
+    num_units = slots // unit
     sink_units = min(-(-sink // unit), num_units)
     # recent tokens that start within a page touch one more page
-    recent_units = min(-(-recent // unit) + (unit > 1 and recent > 0), num_units)
+    recent_units = min(-(-most // unit) + (unit > 1 and most > 0), num_units)
     used = -(-lengths // unit)
     sink_count = jnp.minimum(used, sink_units)
-    start = jnp.maximum(jnp.maximum(lengths - recent, 0) // unit, sink_count) if recent else used
+    start = jnp.maximum(jnp.maximum(newest, 0) // unit, sink_count) if most else used
     nth = jnp.arange(min(sink_units + recent_units, num_units), dtype=jnp.int32)
     count = jnp.minimum(sink_count + used - start, nth.size)
     valid = nth < count[..., None]
@@ -159,8 +164,9 @@ def window(
         return Selection(ids, count, granularity="token")
     if page_size > MAX_BITS_PAGE:
         return Selection(ids, count)
-    held = lengths[..., None] - ids * page_size  # slots from each page's first one on
-    inside = low_bits(sink - ids * page_size) | ~low_bits(held - recent)
+    page = ids * page_size
+    held = lengths[..., None] - page  # slots from each page's first one on
+    inside = low_bits(sink - page) | ~low_bits(newest[..., None] - page)
     return Selection(
         ids, count, bits=inside & low_bits(jnp.where(valid, jnp.minimum(held, page_size), 0))
     )

@@ -238,7 +238,7 @@ def test_second_prompt_after_an_eviction_is_refused():
 
 @pytest.mark.parametrize("expression", slow_except(OTHERS, STATEFUL))
 def test_further_turn_prefills_only_new_tokens(expression, short_chunks):
-    between_layers = "tidal", "lychee", "duo", "retrieval_heads", "dense_layers"
+    between_layers = "tidal", "lychee", "duo", "razor", "retrieval_heads", "dense_layers"
     layers = 2 if any(name in expression for name in between_layers) else 1
     further_turns(as_policy(expression), tiny_params(num_layers=layers))
 

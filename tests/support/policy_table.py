@@ -38,6 +38,7 @@ TABLE = (
     "lychee_decode(((1, 1), (0, 0)), rule='threshold', value=0.05, granularity='token', recent=5)",
     "lychee_decode(((1, 1), (0, 0)), rule='ratio', value=0.7)",
     "duo_attention(((1, 1), (0, 1)), sink=1, recent=6)",
+    "razor_attention(((1, 0), (0, 0)), sink=2, recent=5, share=0.4)",
     "lfps(budget=0.3)",
     "lfps(budget=0.25, decay=0.5, exact=True)",
     "lfps(budget=0.2, candidates='threshold', exact=True, a=0.3)",
@@ -58,6 +59,7 @@ TABLE = (
     "offloaded(quest(budget=16), tail=8)",
     "offloaded(lfps(budget=0.3), tail=8)",
     "offloaded(lychee_cluster(budget=12, sink=1, recent=3, lengths=(1, 3), period=2), tail=16)",
+    "offloaded(razor_attention(((1, 0), (0, 1)), sink=1, recent=4, share=0.0), tail=8)",
     "oracle_top_k(budget=8)",
     "oracle_top_k(budget=16, granularity='page')",
     "oracle_top_p(p=0.7)",
@@ -158,6 +160,7 @@ DENSE_AT: dict[str, dict[str, Any]] = {
     "oracle_top_p": {"p": 1.0},
     "lychee_decode": {"rule": "top_k", "value": EVERYTHING},
     "duo_attention": {"sink": 0, "recent": EVERYTHING},
+    "razor_attention": {"sink": 0, "recent": EVERYTHING},
     "lfps": {
         **{"budget": 1.0, "candidates": "top", "exact": False, "bypass": False, "floor": False}
     },
