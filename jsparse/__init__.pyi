@@ -8,6 +8,7 @@ from jsparse.engine.errors import EngineFull as EngineFull
 from jsparse.engine.llm import LLM as LLM
 from jsparse.engine.outputs import RequestOutput as RequestOutput
 from jsparse.evaluation.channel_calibration import calibrate_channels as calibrate_channels
+from jsparse.evaluation.head_calibration import calibrate_heads as calibrate_heads
 from jsparse.generation import generate as generate
 from jsparse.models.checkpoint import Params as Params
 from jsparse.models.checkpoint import load as load

@@ -12,7 +12,7 @@ import typer
 from typer import Option
 
 from jsparse.cli.bench import bench
-from jsparse.cli.calibrate import calibrate_channels
+from jsparse.cli.calibrate import calibrate_channels, calibrate_heads
 from jsparse.cli.chat import chat
 from jsparse.cli.check_policy import check_policy
 from jsparse.cli.console import print_error, quiet_jax, write_any_text
@@ -102,6 +102,7 @@ for _name, _command in {
     "eval": evaluate,
     "train-gates": train_gates,
     "calibrate-channels": calibrate_channels,
+    "calibrate-heads": calibrate_heads,
 }.items():
     app.command(_name, cls=Command)(_command)
 

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float32
+from jaxtyping import Array, Float, Float32
 
 from jsparse.builder import builder, dense
 from jsparse.cache import CacheSpec
@@ -85,15 +85,19 @@ def _weighed(window: int) -> Policy:
     return dense()._replace(init=init, prefill=take, window=window, needs=KEY_CONSTANTS)
 
 
+def chunk_queries(view: PrefillView) -> Float[Array, "B T N H"]:
+    """Returns the queries of a chunk's tokens, for a policy whose window is a chunk or longer."""
+    # the chunk's queries are the window's newest
+    start = view.q_window.shape[1] - view.valid[:, None]
+    at = start + jnp.arange(view.k.shape[1], dtype=jnp.int32)
+    return jnp.take_along_axis(view.q_window, at[:, :, None, None], axis=1, mode="clip")
+
+
 def _weights(view: PrefillView, frame: KeyFrame) -> Float32[Array, "B K H"]:
     """Sums |q·k| over a chunk's tokens and the queries of each group, channel by channel."""
     nth = jnp.arange(view.k.shape[1], dtype=jnp.int32)
-    at = (
-        view.q_window.shape[1] - view.valid[:, None] + nth
-    )  # the chunk's queries are the window's newest
-    q = jnp.take_along_axis(view.q_window, at[:, :, None, None], axis=1, mode="clip")
-    scaled = jax.vmap(partial(scaled_queries, frame=frame))(q)
-    grouped = scaled.reshape(*view.k.shape[:3], -1, q.shape[-1])
+    scaled = jax.vmap(partial(scaled_queries, frame=frame))(chunk_queries(view))
+    grouped = scaled.reshape(*view.k.shape[:3], -1, scaled.shape[-1])
     heads = (view.k.shape[0], view.k.shape[2], view.k.shape[1])
     slots = jnp.broadcast_to(view.positions[:, None], heads)
     products = jnp.sum(jnp.abs(grouped), axis=3) * jnp.abs(

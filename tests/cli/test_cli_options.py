@@ -52,6 +52,7 @@ TAKE_A_MODEL = {
     "eval": [],
     "train-gates": ["--out", "x"],
     "calibrate-channels": ["--text", "x"],
+    "calibrate-heads": [],
     "bench throughput": [],
     "bench latency": [],
 }
