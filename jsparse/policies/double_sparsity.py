@@ -15,8 +15,7 @@ of its last queries times the mean |k| in the frame. Whole pages can also be sel
 tokens' mass.
 """
 
-from functools import partial, reduce
-from operator import add
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -43,13 +42,13 @@ from jsparse.pallas_kernels.threshold_select import TopK, threshold_select
 from jsparse.pallas_kernels.threshold_select.api import OutputGranularity
 from jsparse.policies import channel_ranking
 from jsparse.policies.sidecars import Sidecar, framed_sidecar
+from jsparse.policies.slot_sums import slot_sums
 from jsparse.policy import Policy, at_layer
 from jsparse.ranks import own_part
 from jsparse.selection import Granularity
 from jsparse.shapes import ChunkKV, Lengths, Queries, Rows
 
 LISTED_AS: dict[str, OutputGranularity] = {"token": "token", "page": "page_mass"}
-FAN = 16
 WINDOW = 32  # the number of last prompt queries that rank channels
 
 
@@ -194,22 +193,11 @@ def heavy_channels(
 
 
 def key_magnitudes(kv: LayerCache, frame: KeyFrame) -> Float32[Array, "B K H"]:
-    """Sums |k| in the frame over the tokens of each head.
-
-    The order of the additions depends on neither batch nor capacity.
-    """
+    """Sums |k| in the frame over the tokens of each head."""
     slots = jnp.arange(kv.capacity, dtype=jnp.int32)
     all_slots = jnp.broadcast_to(slots, (*kv.lengths.shape, kv.capacity))
     k = into_frame(read_heads(kv.k, kv), frame, all_slots)
-    sums = jnp.where((slots < kv.lengths[..., None])[..., None], jnp.abs(k), 0.0)
-    while sums.shape[2] > 1:
-        # otherwise XLA may recompute the sums' inputs for each member of a run
-        sums = jax.lax.optimization_barrier(sums)
-        sums = jnp.pad(sums, ((0, 0), (0, 0), (0, -sums.shape[2] % FAN), (0, 0)))
-        batch, heads, slots, head_dim = sums.shape
-        runs = sums.reshape(batch, heads, slots // FAN, FAN, head_dim)
-        sums = reduce(add, (runs[:, :, :, nth] for nth in range(FAN)))
-    return sums[:, :, 0]
+    return slot_sums(jnp.where((slots < kv.lengths[..., None])[..., None], jnp.abs(k), 0.0))
 
 
 def label_logits(
