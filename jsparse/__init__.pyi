@@ -51,6 +51,7 @@ from jsparse.policies.kvzip import kvzip as kvzip
 from jsparse.policies.lfps import lfps as lfps
 from jsparse.policies.lychee_cluster import lychee_cluster as lychee_cluster
 from jsparse.policies.lychee_decode import lychee_decode as lychee_decode
+from jsparse.policies.magic_pig import magic_pig as magic_pig
 from jsparse.policies.offloaded import offloaded as offloaded
 from jsparse.policies.oracle import oracle_top_k as oracle_top_k
 from jsparse.policies.oracle import oracle_top_p as oracle_top_p

@@ -141,6 +141,22 @@ def at_an_eighth(_gates: Path, length: int) -> tuple[str, ...]:
     return (*untrained(length // 8, length), "twilight(all_pages(), p=0.95)")
 
 
+def sampling(_gates: Path, length: int) -> tuple[str, ...]:
+    """Returns MagicPIG with the tables of its paper, and methods without samples.
+
+    A window alone shows what the samples add; exact top-k and Quest read an eighth of the length.
+    """
+    return (
+        "magic_pig()",
+        "magic_pig(bits=8, tables=75)",
+        "magic_pig(bits=11, tables=300)",
+        "dense_layers(magic_pig(), n=1)",
+        "streaming(sink=4, recent=64)",
+        f"oracle_top_k(budget={length // 8})",
+        f"quest(budget={length // 8})",
+    )
+
+
 class Set(NamedTuple):
     """A set of policies that are measured together.
 
@@ -185,5 +201,6 @@ SETS = {
         OF_A_REAL_MODEL,
         tokens=2**18,
     ),
+    "sampling": Set(sampling, ("kl", "passkey", "niah_single_2", "cwe", "fwe"), (2048, *LONG)),
     "second_turn": Set(at_a_quarter, ("passkey_turn2", "niah_single_1_turn2"), LONG),
 }

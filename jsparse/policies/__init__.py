@@ -21,6 +21,7 @@ from jsparse.policies.kvzip import kvzip
 from jsparse.policies.lfps import lfps
 from jsparse.policies.lychee_cluster import lychee_cluster
 from jsparse.policies.lychee_decode import lychee_decode
+from jsparse.policies.magic_pig import magic_pig
 from jsparse.policies.method import Method
 from jsparse.policies.offloaded import offloaded
 from jsparse.policies.oracle import oracle_top_k, oracle_top_p
@@ -155,6 +156,19 @@ REGISTRY: tuple[Method, ...] = (
     Method(
         arkvale,
         paper="ArkVale, NeurIPS 2024",
+    ),
+    Method(
+        magic_pig,
+        paper="MagicPIG",
+        calls="magic_pig(bits, tables)",
+        attends=(
+            "the first and newest tokens, and others sampled by hash collisions with the query, "
+            "weighted to estimate attention to all"
+        ),
+        when=(
+            "to study sampling where attention is flat; its hash codes take 300 bytes per token "
+            "and KV head, which every step reads"
+        ),
     ),
     Method(all_pages),
     Method(

@@ -54,10 +54,15 @@ TABLE = (
     "cluster_kv(budget=9, cluster_size=4, sink=1, recent=3, period=3)",
     "arkvale(budget=16)",
     "arkvale(budget=8, volume='ball')",
+    "magic_pig(bits=2, tables=3, sink=1, recent=3, limit=0.9)",
+    "magic_pig(bits=9, tables=40, sink=0, recent=1, limit=0.05)",
+    "retrieval_heads(magic_pig(bits=2, tables=2, recent=3), ((1, 0), (0, 1)))",
+    "dense_layers(magic_pig(bits=3, tables=4, recent=3), n=1)",
     "retrieval_heads(quest(budget=16), ((0, 1), (1, 0)))",
     "retrieval_heads(lfps(budget=0.2, bypass=True), ((1, 1), (0, 1)))",
     "offloaded(quest(budget=16), tail=8)",
     "offloaded(lfps(budget=0.3), tail=8)",
+    "offloaded(magic_pig(bits=2, tables=3, sink=1, recent=3), tail=8)",
     "offloaded(lychee_cluster(budget=12, sink=1, recent=3, lengths=(1, 3), period=2), tail=16)",
     "offloaded(razor_attention(((1, 0), (0, 1)), sink=1, recent=4, share=0.0), tail=8)",
     "oracle_top_k(budget=8)",
@@ -164,6 +169,7 @@ DENSE_AT: dict[str, dict[str, Any]] = {
     "lfps": {
         **{"budget": 1.0, "candidates": "top", "exact": False, "bypass": False, "floor": False}
     },
+    "magic_pig": {"recent": EVERYTHING},
     "twilight": {"base": parse("all_pages()"), "p": 1.0},
     "hard_kv": {"budget": EVERYTHING, "floor": EVERYTHING, "cap": EVERYTHING},
     "keep": {"recent": EVERYTHING},
