@@ -157,6 +157,20 @@ def sampling(_gates: Path, length: int) -> tuple[str, ...]:
     )
 
 
+def low_rank_keys(_gates: Path, length: int) -> tuple[str, ...]:
+    """Returns ShadowKV at an eighth of the length, and methods with exact keys at that budget.
+
+    The rank of 32 is a sixth of SmolLM2's 192 channels of K, as the paper's 160 are of 1024.
+    """
+    budget = length // 8
+    return (
+        *(f"shadow_kv(budget={budget}, rank={rank})" for rank in (32, 64, 160)),
+        f"shadow_kv(budget={budget}, rank=32, outliers=1)",
+        f"quest(budget={budget})",
+        f"oracle_top_k(budget={budget})",
+    )
+
+
 class Set(NamedTuple):
     """A set of policies that are measured together.
 
@@ -202,5 +216,6 @@ SETS = {
         tokens=2**18,
     ),
     "sampling": Set(sampling, ("kl", "passkey", "niah_single_2", "cwe", "fwe"), (2048, *LONG)),
+    "low_rank_keys": Set(low_rank_keys, ("kl", "passkey", "niah_single_2"), LONG),
     "second_turn": Set(at_a_quarter, ("passkey_turn2", "niah_single_1_turn2"), LONG),
 }

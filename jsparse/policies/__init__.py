@@ -30,6 +30,7 @@ from jsparse.policies.quest_chunks import quest_chunks
 from jsparse.policies.r_kv import r_kv
 from jsparse.policies.raas import raas
 from jsparse.policies.razor_attention import razor_attention
+from jsparse.policies.shadow_kv import shadow_kv
 from jsparse.policies.snapkv import snapkv
 from jsparse.policies.streaming import streaming
 from jsparse.policies.tidal import tidal
@@ -169,6 +170,16 @@ REGISTRY: tuple[Method, ...] = (
             "to study sampling where attention is flat; its hash codes take 300 bytes per token "
             "and KV head, which every step reads"
         ),
+    ),
+    Method(
+        shadow_kv,
+        paper="ShadowKV",
+        calls="shadow_kv(budget)",
+        attends=(
+            "the chunks whose mean keys rank highest, with keys restored from a low-rank copy; "
+            "outlier chunks and the newest tokens exactly"
+        ),
+        when="with K and V in host memory: a step fetches only the values of selected chunks",
     ),
     Method(all_pages),
     Method(

@@ -130,6 +130,7 @@ ERRORS = [
     ("kvzip(chunk=0)", "chunk=0: must be an integer of at least 1"),
     ("kvzip(budget=36)", "budget=36: must be above 36, the number of protected"),
     ("magic_pig(bits=17)", "bits=17: must be at most 16"),
+    ("shadow_kv(budget=7)", "budget=7: must be an integer of at least 8"),
     ("ada_kv(cap=0.5)", "cap=0.5: must be a finite number of at least 1"),
     ("snapkv(budget=2000000000)", "budget=2000000000: must be above 8.* at most 1073741824"),
     ("hard_kv(cap=2000000000)", "cap=2000000000: must be at most 1073741824"),
