@@ -215,7 +215,7 @@ SETS = {
         OF_A_REAL_MODEL,
         tokens=2**18,
     ),
-    "sampling": Set(sampling, ("kl", "passkey", "niah_single_2", "cwe", "fwe"), (2048, *LONG)),
-    "low_rank_keys": Set(low_rank_keys, ("kl", "passkey", "niah_single_2"), LONG),
+    "sampling": Set(sampling, ("kl", "passkey", "niah_single_1", "cwe", "fwe"), (2048, *LONG)),
+    "low_rank_keys": Set(low_rank_keys, ("kl", "passkey", "niah_single_1"), LONG),
     "second_turn": Set(at_a_quarter, ("passkey_turn2", "niah_single_1_turn2"), LONG),
 }
