@@ -13,11 +13,12 @@ Paper: "RazorAttention: Efficient KV Cache Compression Through Retrieval Heads" 
 arXiv:2407.15891. `jsparse calibrate-heads` finds the heads as the paper does
 (jsparse.evaluation.head_calibration).
 
-Where we differ: the tokens of D stay in the cache, unread. Steps read less, but memory is saved
-only by `offloaded`, which keeps the caches of retrieval heads on the device and those of the other
-heads in host memory. Evicting D would not save any: heads share their block tables' pages in
-engines, so each takes as many as the longest. All new tokens are attended to: the paper does not
-say whether the window moves while decoding. Prefill is dense.
+Where we differ: the tokens of D stay in the cache, unread, so steps read less but memory is not
+saved. Evicting them would not save any, since sessions and engines allocate equally many pages to
+each head of a row, and retrieval heads need them all. `offloaded(razor_attention(…))` saves the
+device's memory, which then holds only the retrieval heads' caches and the newest tokens. The window
+does not move while decoding, and all new tokens are attended to; the paper leaves this open. Heads
+are KV heads.
 """
 
 from functools import partial
