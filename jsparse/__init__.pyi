@@ -60,6 +60,7 @@ from jsparse.policies.quest_chunks import quest_chunks as quest_chunks
 from jsparse.policies.r_kv import r_kv as r_kv
 from jsparse.policies.raas import raas as raas
 from jsparse.policies.razor_attention import razor_attention as razor_attention
+from jsparse.policies.seer_attention import seer_attention as seer_attention
 from jsparse.policies.shadow_kv import shadow_kv as shadow_kv
 from jsparse.policies.snapkv import snapkv as snapkv
 from jsparse.policies.streaming import streaming as streaming

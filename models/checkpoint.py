@@ -22,6 +22,7 @@ from jsparse.models.families import FAMILIES
 from jsparse.models.formats import CONSTANTS, WEIGHTS, LoadOptions, read_folder, read_gguf
 from jsparse.models.generation_config import write_generation_config
 from jsparse.models.hub import locate
+from jsparse.models.indexer import file_of
 from jsparse.models.spreading import Spreading
 from jsparse.models.tokenizer import Tokenizer
 from jsparse.models.transformer import Decoder, Weights
@@ -267,8 +268,9 @@ def save(params: Params, path: str | os.PathLike[str]) -> None:
         raise ValueError(f"path={str(path)!r} exists: must be new or an empty folder")
     folder.mkdir(parents=True, exist_ok=True)
     orbax_files.save_weights(params.weights, folder / WEIGHTS)
-    if params.constants:
-        write_constants(params.constants, folder / CONSTANTS)
+    own = {name: array for name, array in params.constants.items() if file_of(name) is None}
+    if own:
+        write_constants(own, folder / CONSTANTS)
     if params.tokenizer is not None:
         params.tokenizer.to_files(folder)
     write_generation_config(folder, params.generation_defaults)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jsparse.models import orbax_files
@@ -15,6 +16,7 @@ from jsparse.models.constants_file import read_constants
 from jsparse.models.families import FAMILIES, Family, Names
 from jsparse.models.generation_config import read_generation_config, read_gguf_settings
 from jsparse.models.gguf import GGUFFile
+from jsparse.models.indexer import INDEXER, is_of_indexer, read_indexer, require_fit
 from jsparse.models.safetensors_files import SafetensorsFolder
 from jsparse.models.spreading import Spreading
 from jsparse.models.tokenizer import Tokenizer, as_tokenizer
@@ -72,6 +74,7 @@ def read_folder(folder: Path, tokenizer: Any, options: LoadOptions) -> ModelPart
         config = with_own_head(config, family, store)
         spreading = options.spreading(config)
         weights = read_store(store, config, family.hf_names, options, spreading)
+        constants = _own_indexer(store, config)
     return _parts(spreading, weights, config, tokenizer, defaults, constants)
 
 
@@ -130,6 +133,16 @@ def with_own_head(config: ModelConfig, family: Family, store: TensorStore) -> Mo
     return dataclasses.replace(config, tie_word_embeddings=False)
 
 
+def _own_indexer(store: TensorStore, config: ModelConfig) -> dict[str, jax.Array]:
+    """Returns the indexer in a checkpoint, as constants of the model; {}: it has none."""
+    if not any(map(is_of_indexer, store.shapes)):
+        return {}
+    indexer = read_indexer(store.read, store.shapes, str(store.path))
+    sizes = config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim
+    require_fit(indexer, str(store.path), *sizes)
+    return dict(zip(INDEXER, map(jnp.asarray, indexer), strict=True))
+
+
 def _parts(
     spreading: Spreading | None, weights: Weights, config: ModelConfig, *others: Any
 ) -> ModelParts:
@@ -168,7 +181,11 @@ def _check_tensors(weights: list[Weight], store: TensorStore) -> None:
                 f"{store.path}: {name} has shape {store.shapes[name]}: the config asks for {shape}"
             )
     others = store.shapes.keys() - shapes.keys() - UNUSED
-    if extra := {name for name in others if not name.endswith("rotary_emb.inv_freq")}:
+    if extra := {
+        name
+        for name in others
+        if not name.endswith("rotary_emb.inv_freq") and not is_of_indexer(name)
+    }:
         raise ValueError(f"{store.path} holds {_some(extra)}, which this model has no place for")
 
 

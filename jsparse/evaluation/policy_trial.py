@@ -20,6 +20,7 @@ from jsparse.evaluation.selection_mass import covered
 from jsparse.hooks import State
 from jsparse.models.checkpoint import Params
 from jsparse.models.config import ModelConfig
+from jsparse.models.indexer import INDEXER, mean_indexer
 from jsparse.models.transformer import Decoder, Weights, weight_shapes
 from jsparse.policy import Policy, never_dense, selected
 from jsparse.runtime import correct, prefill, room, rows
@@ -64,7 +65,10 @@ class TrialResult(NamedTuple):
 def random_model(
     num_layers: int = 2, num_heads: int = 4, num_kv_heads: int = 2, seed: int = 0
 ) -> Params:
-    """Returns a model with weights large enough for peaked attention, so that errors show."""
+    """Returns a model with weights large enough for peaked attention, so that errors show.
+
+    It has an indexer, for policies that need one.
+    """
     config = ModelConfig(
         family="llama",
         vocab_size=VOCAB,
@@ -85,7 +89,9 @@ def random_model(
         return jnp.asarray((gain * rng.standard_normal(leaf.shape)).astype(leaf.dtype))
 
     weights = jax.tree_util.tree_map_with_path(draw, weight_shapes(config, jnp.float32))
-    return Params(weights, config, None, {}, "random")
+    sizes = num_layers, num_heads, num_kv_heads, config.head_dim
+    constants = dict(zip(INDEXER, map(jnp.asarray, mean_indexer(*sizes)), strict=True))
+    return Params(weights, config, None, {}, "random", constants)
 
 
 def random_prompts(lengths: Sequence[int], seed: int) -> list[list[int]]:

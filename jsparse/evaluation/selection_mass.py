@@ -8,6 +8,7 @@ from jaxtyping import Array, Float32
 
 from jsparse.cache import LayerCache
 from jsparse.models.checkpoint import Params
+from jsparse.models.indexer import INDEXER
 from jsparse.policies.oracle import attention_logits
 from jsparse.selection import Selection
 from jsparse.selection.attended import token_mask
@@ -23,7 +24,7 @@ def with_recency(params: Params) -> Params:
 
     All embeddings get the same first channel, which all channels of queries and keys repeat. RoPE
     makes that part of a logit largest between equal positions. Sizes do not change, so programs are
-    reused.
+    reused. Constants that belong to the old weights are dropped.
     """
     config, tree = params.config, dict(params.weights["params"])
     tree["embed"] = tree["embed"].at[:, 0].set(FIRST_CHANNEL)
@@ -32,7 +33,8 @@ def with_recency(params: Params) -> Params:
         attention = tree[name]["attention"]
         kernel = attention["qkv"]["kernel"].at[0, :rotated].set(COMMON_PART)
         tree[name] = tree[name] | {"attention": attention | {"qkv": {"kernel": kernel}}}
-    return replace(params, weights={"params": tree}, constants={})
+    kept = {name: array for name, array in params.constants.items() if name in INDEXER}
+    return replace(params, weights={"params": tree}, constants=kept)
 
 
 def covered(

@@ -30,6 +30,7 @@ from jsparse.policies.quest_chunks import quest_chunks
 from jsparse.policies.r_kv import r_kv
 from jsparse.policies.raas import raas
 from jsparse.policies.razor_attention import razor_attention
+from jsparse.policies.seer_attention import seer_attention
 from jsparse.policies.shadow_kv import shadow_kv
 from jsparse.policies.snapkv import snapkv
 from jsparse.policies.streaming import streaming
@@ -123,6 +124,13 @@ REGISTRY: tuple[Method, ...] = (
             "token for the rest of the prompt"
         ),
         when="without training, since `jsparse calibrate-heads` finds its heads in one prefill",
+    ),
+    Method(
+        seer_attention,
+        paper="SeerAttention-R",
+        calls="seer_attention(gates, budget)",
+        attends="the blocks of tokens that score highest under small gates trained for the model",
+        when="for long outputs, once you have trained gates for your model or the authors have",
     ),
     Method(
         lfps,

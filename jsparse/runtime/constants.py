@@ -26,6 +26,7 @@ from jsparse.machine import processes
 from jsparse.machine.folders import cache_folder
 from jsparse.models.checkpoint import Params
 from jsparse.models.constants_file import read_constants, write_constants
+from jsparse.models.indexer import file_of, read_constants_at
 from jsparse.models.layers import rope_frequencies
 from jsparse.models.transformer import Decoder, Weights, hidden_states
 from jsparse.policies.clusters.boundary_classes import boundary_classes
@@ -59,9 +60,13 @@ def constants(
     if params.kv_cache_dtype == "int8":
         needed = tuple(dict.fromkeys((*needed, KEY_REACH)))
     for name in needed:
-        if name in MAKERS and name not in params.constants:
+        if name in params.constants:
+            continue
+        if name in MAKERS:
             made = _found_or_made(params, MAKERS[name], report)
             params.constants.update(made | params.constants)
+        elif file := file_of(name):
+            params.constants.update(read_constants_at(file))
     of_text = (BOUNDARY_CLASSES, BOUNDARY_CLASSES_OR_NONE)
     return {
         name: _boundary_classes(params, policy) if name in of_text else _placed(params, name)
@@ -94,7 +99,7 @@ def require_constants(params: Params, policy: Policy) -> None:
     for name in policy.constants:
         if name in (BOUNDARY_CLASSES, BOUNDARY_CLASSES_OR_NONE):
             _boundary_classes(params, policy)
-        elif name not in {*params.constants, *MAKERS}:
+        elif name not in {*params.constants, *MAKERS} and file_of(name) is None:
             raise ValueError(
                 f"policy={policy} needs {name!r}: must be among the constants of the model "
                 f"{params.name!r}, which has {sorted(params.constants)}"
