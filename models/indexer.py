@@ -42,9 +42,9 @@ class Indexer(NamedTuple):
         norms: the scales of the gate query's and the gate key's RMS norm; zeros: no norm.
     """
 
-    q: Float[np.ndarray, "L K G H D"]
-    k: Float[np.ndarray, "L K 3*H D"]
-    norms: Float[np.ndarray, "L 2 D"]
+    q: Float[np.ndarray | jax.Array, "L K G H D"]
+    k: Float[np.ndarray | jax.Array, "L K 3*H D"]
+    norms: Float[np.ndarray | jax.Array, "L 2 D"]
 
 
 # the names of an indexer's arrays among a model's constants

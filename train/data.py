@@ -86,6 +86,15 @@ def check_at_least(minimum: int, **arguments: int) -> None:
             raise ValueError(f"{name}={value}: must be at least {minimum}")
 
 
+def require_room(source: Source, max_length: int, limit: int) -> None:
+    """Raises ValueError if contexts of `max_length` tokens with answers exceed a model's limit."""
+    if source.buckets[-1] + source.target_tokens > limit:
+        raise ValueError(
+            f"max_length={max_length} and {source.target_tokens} tokens of answers: must be at "
+            f"most {limit} together, the model's maximum"
+        )
+
+
 def continued(tokenizer: Tokenizer, text: str) -> TokenIds:
     """Returns the ids of `text` after a word, without special tokens or a leading space.
 

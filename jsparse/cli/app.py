@@ -24,6 +24,7 @@ from jsparse.cli.options import Command, CommandGroup
 from jsparse.cli.recommend import recommend
 from jsparse.cli.serve import serve
 from jsparse.cli.train_gates import train_gates
+from jsparse.cli.train_indexer import train_indexer
 
 
 class _Commands(CommandGroup):
@@ -101,6 +102,7 @@ for _name, _command in {
     "inspect": inspect,
     "eval": evaluate,
     "train-gates": train_gates,
+    "train-indexer": train_indexer,
     "calibrate-channels": calibrate_channels,
     "calibrate-heads": calibrate_heads,
 }.items():

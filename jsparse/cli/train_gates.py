@@ -17,6 +17,7 @@ from jsparse.cli.train_gates_options import TrainGatesOptions
 from jsparse.machine.extras import install
 
 if TYPE_CHECKING:
+    from jsparse.cli.train_indexer_options import TrainIndexerOptions
     from jsparse.models.config import ModelConfig
     from jsparse.models.tokenizer import Tokenizer
     from jsparse.train.data import Source
@@ -47,6 +48,7 @@ def train_gates(options: TrainGatesOptions) -> None:
     from jsparse.models.checkpoint import load
     from jsparse.runtime.compilation import keep_compilations
     from jsparse.text.prompts import tokenizer_of
+    from jsparse.train.data import require_room
     from jsparse.train.trainer import Trainer
 
     out = options.out
@@ -55,12 +57,8 @@ def train_gates(options: TrainGatesOptions) -> None:
             options.model, dtype=options.dtype, revision=options.revision, on_progress=bars.load
         )
     tokenizer, config = tokenizer_of(params, "the training"), params.config
-    source = _source(tokenizer, options)
-    if source.buckets[-1] + source.target_tokens > config.max_position_embeddings:
-        raise ValueError(
-            f"max_length={options.max_length} and {source.target_tokens} tokens of answers: "
-            f"must be at most {config.max_position_embeddings} together, the model's maximum"
-        )
+    source = source_of(tokenizer, options)
+    require_room(source, options.max_length, config.max_position_embeddings)
     settings = _settings(options, config)
     keep_compilations()
     trainer = Trainer(params, source, settings, out, resume=options.resume)
@@ -98,8 +96,15 @@ def _settings(options: TrainGatesOptions, config: "ModelConfig") -> "Settings":
     return Settings(**given)
 
 
-def _source(tokenizer: "Tokenizer", options: TrainGatesOptions) -> "Source":
-    """Returns the training samples that the options specify."""
+def source_of(
+    tokenizer: "Tokenizer",
+    options: "TrainGatesOptions | TrainIndexerOptions",
+    min_length: int | None = None,
+) -> "Source":
+    """Returns the training samples that the options specify.
+
+    `min_length` is the default of the option of this name; None: that of pass keys.
+    """
     from jsparse.evaluation.texts import read
     from jsparse.train.passkey import passkeys
     from jsparse.train.questions import questions
@@ -107,6 +112,8 @@ def _source(tokenizer: "Tokenizer", options: TrainGatesOptions) -> "Source":
     shared: dict[str, Any] = {"max_length": options.max_length, "seed": options.seed}
     names = ("min_length", "needles", "words", "asked")
     values: dict[str, Any] = {name: getattr(options, name) for name in names}
+    if values["min_length"] is None:
+        values["min_length"] = min_length
     given = {name: value for name, value in values.items() if value is not None}
     if options.questions is None:
         return passkeys(tokenizer, read(options.text), **shared, **given)

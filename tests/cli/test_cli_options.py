@@ -51,6 +51,7 @@ TAKE_A_MODEL = {
     "info": [],
     "eval": [],
     "train-gates": ["--out", "x"],
+    "train-indexer": ["--out", "x"],
     "calibrate-channels": ["--text", "x"],
     "calibrate-heads": [],
     "bench throughput": [],
