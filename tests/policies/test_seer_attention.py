@@ -75,8 +75,8 @@ class Drawn:
         @jax.jit
         def append(cache, state, keys, valid):
             view = StepView(cache, self.constants, valid=valid)
-            cache = kv_cache.append(cache, layer, keys, keys, cache.positions[:, None], valid)
             at = view.positions[:, None] + jnp.arange(keys.shape[1])
+            cache = kv_cache.append(cache, layer, keys, keys, at, valid)
             view = view._replace(cache=cache)
             state = policy.append(state, layer, keys, keys, at * 0, at, view)
             return cache._replace(positions=cache.positions + valid), state
