@@ -4,6 +4,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from jsparse.policies.sizes import besides_dense
+
 BUDGETS, MASSES = (128, 256, 512, 1024, 2048), (0.8, 0.9, 0.95, 0.99)
 YARDSTICKS = (
     *(f"streaming(sink=4, recent={recent})" for recent in (124, 252, 508, 1020)),
@@ -56,7 +58,7 @@ def at_a_quarter(gates: Path, length: int) -> tuple[str, ...]:
 
     The window of DuoAttention's other heads makes the average over all heads a quarter.
     """
-    window = round((0.25 - DUO_RETRIEVAL) / (1 - DUO_RETRIEVAL) * length)
+    window = round(besides_dense(0.25 * length, length, DUO_RETRIEVAL))
     return (
         *at_budget(length // 4),
         f"duo_attention({str(gates / 'direct.safetensors')!r}, sink=64, recent={window - 64})",
@@ -107,7 +109,7 @@ def every_method(gates: Path, length: int) -> tuple[str, ...]:
     or heads, and therefore less in the others. Twilight's reads follow from p.
     """
     in_layers, in_heads = (
-        16 * round(length * (0.25 - dense) / (1 - dense) / 16)
+        16 * round(besides_dense(0.25 * length, length, dense) / 16)
         for dense in (TIDAL_DENSE, DUO_RETRIEVAL)
     )
     return (

@@ -1,6 +1,6 @@
 """Loads policies from user code, named `path.py:function` or `module:function`.
 
-Only the command line uses this module, which imports the code that a user names there. Policy
+Only the command line resolves such names, which imports the code that a user names there. Policy
 expressions are parsed and never import anything.
 """
 
@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from jsparse.names import unknown
 from jsparse.policies import expressions
@@ -69,14 +70,8 @@ def with_budget(text: str, budget: int, *, instead: bool = True) -> AnyPolicy | 
         The policy. None if the outermost policy has no `budget` in tokens, gives another one with
         instead=False, or refuses this one.
     """
-    reference = REFERENCE.fullmatch(text.strip())
-    source, call = "", text.strip()
-    if reference is not None:
-        source, call = f"{reference['source']}:", call[len(reference["source"]) + 1 :]
-    node = ast.parse(call, mode="eval").body
-    name = node.func if isinstance(node, ast.Call) else node
-    assert isinstance(name, ast.Name)  # guaranteed by an earlier `resolve`
-    build = getattr(_module(text, source[:-1]), name.id) if source else expressions.builder_of(name)
+    source, node = parts(text)
+    build = builder_of(source, node)
     names = list(inspect.signature(build).parameters) if callable(build) else []
     if "budget" not in names or not _counts_tokens(inspect.signature(build).parameters["budget"]):
         return None
@@ -90,10 +85,27 @@ def with_budget(text: str, budget: int, *, instead: bool = True) -> AnyPolicy | 
         args = [*args[:at], number, *args[at + 1 :]]
     else:
         others.append(ast.keyword("budget", number))
+    name = node.func if isinstance(node, ast.Call) else node
     try:
         return resolve(source + ast.unparse(ast.Call(name, args, others)))
     except ValueError:  # the other arguments do not fit this budget
         return None
+
+
+def parts(text: str) -> tuple[str, ast.expr]:
+    """Returns the source of user code with its colon, "" for an expression, and the parsed call."""
+    call, reference = text.strip(), REFERENCE.fullmatch(text.strip())
+    source = "" if reference is None else f"{reference['source']}:"
+    return source, ast.parse(call[len(source) :], mode="eval").body
+
+
+def builder_of(source: str, node: ast.expr) -> Any:
+    """Returns the builder or policy that a name or call from `parts` names, once `resolve` has."""
+    name = node.func if isinstance(node, ast.Call) else node
+    assert isinstance(name, ast.Name)
+    if not source:
+        return expressions.builder_of(name)
+    return getattr(_module(source, source[:-1]), name.id)
 
 
 def _counts_tokens(parameter: inspect.Parameter) -> bool:
