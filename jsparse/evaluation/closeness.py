@@ -15,7 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float32, Int32
 
+from jsparse.evaluation.selection_bytes import selection_bytes
 from jsparse.evaluation.teacher_forcing import ForcedStep, Forcing
+from jsparse.runtime.spread_programs import on_host
 from jsparse.shapes import Rows
 
 
@@ -30,6 +32,9 @@ class Closeness(NamedTuple):
         logprob: the policy's log-probability of the next token, in nats.
         attended, read: shares of the positions so far that attention used, and whose K and V it
             read.
+        bytes_share: the bytes that the step read, of K and V for attention and of anything to
+            select, over those of K and V so far, which dense attention reads. See
+            jsparse.evaluation.selection_bytes.
     """
 
     policies: tuple[str, ...]
@@ -39,6 +44,7 @@ class Closeness(NamedTuple):
     logprob: Float32[np.ndarray, "R B n"]
     attended: Float32[np.ndarray, "R B n"]
     read: Float32[np.ndarray, "R B n"]
+    bytes_share: Float32[np.ndarray, "R B n"]
 
 
 def closeness(forcing: Forcing) -> Closeness:
@@ -51,7 +57,27 @@ def closeness(forcing: Forcing) -> Closeness:
     tokens = np.asarray(forcing.tokens).T
     steps = (forcing.steps(index) for index in range(len(names)))
     compared = zip(*(compare(forcing.reference, taken) for taken in steps), strict=True)
-    return Closeness(names, tokens, *map(np.stack, compared))
+    *others, read = map(np.stack, compared)
+    return Closeness(names, tokens, *others, read=read, bytes_share=read + selecting(forcing))
+
+
+def lengths(forcing: Forcing) -> Int32[np.ndarray, "B n"]:
+    """Returns the number of tokens in the cache at each step, the newest included."""
+    shared = forcing.shared
+    prompts = on_host(shared.prefilled.cache.positions, shared.params.mesh)[:, None]
+    return prompts + 1 + np.arange(len(forcing.reference), dtype=np.int32)
+
+
+def selecting(forcing: Forcing) -> Float32[np.ndarray, "R B n"]:
+    """Returns the bytes that selecting reads, over those of K and V so far.
+
+    The arrays that it reads are as large as the final length needs.
+    """
+    shared, tokens = forcing.shared, lengths(forcing)
+    spec = shared.spec._replace(num_pages=-(-int(tokens.max()) // shared.spec.page_size))
+    read = [selection_bytes(shared.params, policy, spec) for policy in shared.policies]
+    of_row = np.array(read) / (spec.batch * spec.ranks * spec.token_bytes)
+    return (of_row[:, None, None] / tokens).astype(np.float32)
 
 
 def perplexity(logprob: Float32[np.ndarray, "*axes B n"]) -> Float32[np.ndarray, "*axes"]:

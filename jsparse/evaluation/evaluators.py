@@ -18,8 +18,8 @@ from jsparse.models.tokenizer import Tokenizer
 from jsparse.runtime.host_reader import Generation, GenerationStats
 
 COLUMNS = {
-    "kl": ("kl", "agreement", "logprob", "attended", "read"),
-    "ppl": ("logprob", "attended", "read"),
+    "kl": ("kl", "agreement", "logprob", "attended", "read", "bytes_share"),
+    "ppl": ("logprob", "attended", "read", "bytes_share"),
 }
 DRAFTS = "drafts"
 MEASURES = (*COLUMNS, "attention", DRAFTS)

@@ -16,10 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float32, Int32
 
-from jsparse.evaluation.closeness import Closeness, compare
+from jsparse.evaluation.closeness import Closeness, compare, lengths
 from jsparse.evaluation.teacher_forcing import Forcing
 from jsparse.policies.oracle import oracle_top_k
-from jsparse.runtime.spread_programs import on_host
 
 ALL = 1 - 1e-6  # a larger share counts as everything; float32 may leave it below 1
 
@@ -43,11 +42,8 @@ def yardsticks(forcing: Forcing, found: Closeness) -> Yardsticks:
     All budgets run the same compiled programs, which take them as arguments; equal budgets are run
     once.
     """
-    shared = forcing.shared
-    lengths = on_host(shared.prefilled.cache.positions, shared.params.mesh)[:, None] + 1
-    lengths = lengths + np.arange(len(forcing.reference))
     # a share in float32 may be slightly less than the exact fraction
-    tokens = np.floor(np.mean(found.read * lengths, axis=-1) + 0.01).astype(np.int32)
+    tokens = np.floor(np.mean(found.read * lengths(forcing), axis=-1) + 0.01).astype(np.int32)
     budget = np.where((found.read >= ALL).all(axis=-1), 0, np.maximum(tokens, 1))
     oracle, none = oracle_top_k(budget=2**30), np.full(found.kl.shape[1:], np.nan, np.float32)
     measured = {(0,) * budget.shape[1]: none}
