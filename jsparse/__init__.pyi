@@ -8,6 +8,8 @@ from jsparse.engine.errors import EngineFull as EngineFull
 from jsparse.engine.llm import LLM as LLM
 from jsparse.engine.outputs import RequestOutput as RequestOutput
 from jsparse.evaluation.channel_calibration import calibrate_channels as calibrate_channels
+from jsparse.evaluation.comparison.compare import compare as compare
+from jsparse.evaluation.comparison.result import PolicyComparison as PolicyComparison
 from jsparse.evaluation.head_calibration import calibrate_heads as calibrate_heads
 from jsparse.generation import generate as generate
 from jsparse.models.checkpoint import Params as Params
