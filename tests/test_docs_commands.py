@@ -56,7 +56,7 @@ def test_commands_of_the_docs_exist_and_have_their_options():
             command = command.commands[words.pop(0)]
         command.make_context("jsparse", words)  # raises for an unknown option or value
     assert named >= {"generate", "chat", "serve", "info", "policies", "recommend", "inspect"}
-    assert named >= {"eval", "bench", "check-policy", "train-gates"}
+    assert named >= {"eval", "compare", "bench", "check-policy", "train-gates"}
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""The command `jsparse`: generate, chat, serve, inspect, eval, bench and others.
+"""The command `jsparse`: generate, chat, serve, inspect, eval, compare, bench and others.
 
 jax and modules that depend on it are imported inside the commands, so that `--help` and errors in
 options appear at once.
@@ -15,6 +15,7 @@ from jsparse.cli.bench import bench
 from jsparse.cli.calibrate import calibrate_channels, calibrate_heads
 from jsparse.cli.chat import chat
 from jsparse.cli.check_policy import check_policy
+from jsparse.cli.compare import compare
 from jsparse.cli.console import print_error, quiet_jax, write_any_text
 from jsparse.cli.evaluate import evaluate
 from jsparse.cli.generate import generate
@@ -101,6 +102,7 @@ for _name, _command in {
     "recommend": recommend,
     "inspect": inspect,
     "eval": evaluate,
+    "compare": compare,
     "train-gates": train_gates,
     "train-indexer": train_indexer,
     "calibrate-channels": calibrate_channels,

@@ -40,7 +40,7 @@ def test_mistake_is_one_line_and_exit_code_2():
 
 def test_version_and_help():
     assert run("--version").stdout == f"jsparse {jsparse.__version__}\n"
-    for command in ("generate", "chat", "info", "policies"):
+    for command in ("generate", "chat", "compare", "info", "policies"):
         assert "Example: jsparse" in run(command, "--help").stdout
 
 
@@ -57,7 +57,7 @@ TAKE_A_MODEL = {
     "bench throughput": [],
     "bench latency": [],
 }
-OTHERS = ("", "generate", "inspect", "policies", "check-policy", "bench")
+OTHERS = ("", "generate", "inspect", "compare", "policies", "check-policy", "bench")
 
 
 def test_two_models_are_refused():
