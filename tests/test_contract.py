@@ -325,7 +325,7 @@ def test_eviction_after_the_prompt_shrinks_the_cache():
     """Once, before the first step, with the slots that `max_length` gives for the longest row."""
     calls, policy = [], prompt_ends()
     assert policy.eviction is not None
-    rework, max_length = policy.eviction
+    rework, max_length = policy.eviction.after_prompt, policy.eviction.max_length
     assert rework is not None
     assert max_length is not None
 
@@ -372,7 +372,7 @@ def test_too_little_room_after_the_prompt_is_an_error(case):
 
     eviction = prompt_ends().eviction
     assert eviction is not None
-    rework, max_length = eviction
+    rework, max_length = eviction.after_prompt, eviction.max_length
     assert rework is not None
 
     def cramped(state, cache, slots):

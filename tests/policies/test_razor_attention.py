@@ -1,7 +1,10 @@
 """RazorAttention against the paper's equations, on a slow model."""
 
 import math
+from functools import partial
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -72,17 +75,12 @@ def test_gates_of_all_heads_are_dense_attention():
 
 @pytest.mark.parametrize("granularity", ["page", "token"])
 def test_window_may_differ_by_head(granularity):
-    lengths, recent = np.array([[20, 20, 3, 17]]), np.array([[0, 9, 30, 1]])
-    chosen = window(
-        lengths.astype(np.int32),
-        sink=2,
-        recent=recent.astype(np.int32),
-        num_pages=3,
-        page_size=8,
-        granularity=granularity,
-    )
-    marked = np.asarray(token_mask(chosen, lengths.astype(np.int32), num_pages=3, page_size=8))
-    for head, (length, newest) in enumerate(zip(lengths[0], recent[0], strict=True)):
+    held, newest_of, size = [20, 20, 3, 17], [0, 9, 30, 1], {"num_pages": 3, "page_size": 8}
+    lengths, recent = jnp.array([held]), jnp.array([newest_of])
+    selected = jax.jit(partial(window, sink=2, **size, granularity=granularity))
+    chosen = selected(lengths, recent=recent)
+    marked = np.asarray(token_mask(chosen, lengths, **size))
+    for head, (length, newest) in enumerate(zip(held, newest_of, strict=True)):
         wanted = {*range(min(2, length)), *range(max(length - newest, 0), length), length - 1}
         assert {*np.flatnonzero(marked[0, head]).tolist()} == wanted, head
 
