@@ -518,7 +518,7 @@ OPS = {
     "table_update": Op(tables_updated, named(table_cases.CASES, "any penalty odd one_slot long")),
     "window_attention": Op(
         attended_by_window,
-        named(window_cases.CASES, "scrambled bias group_of_16 group_of_7 llama int8"),
+        named(window_cases.CASES, "inside scrambled bias group_of_16 group_of_7 llama int8"),
     ),
 }
 # those that run on Mosaic GPU

@@ -71,6 +71,7 @@ def window_attention(
         "HAS_BIAS": layer.bias is not None,
         "HAS_TABLE": layer.block_table is not None,
         "PRECISION": "ieee" if queries.dtype == jnp.float32 else "tf32",
+        "HELD": over == "held",
         "num_warps": 4,
         "num_stages": 2,
     }
@@ -81,7 +82,6 @@ def window_attention(
         out_shape=jax.ShapeDtypeStruct((batch, kv_heads, splits, sets), jnp.float32),
         grid=(splits, batch * kv_heads, rows // tile),
         SPLIT=SPLIT,
-        HELD=over == "held",
         **constants,
     )
     lse = jax.nn.logsumexp(parts, axis=2)
@@ -283,10 +283,12 @@ def shares_kernel(
     HAS_BIAS: tl.constexpr,
     HAS_TABLE: tl.constexpr,
     PRECISION: tl.constexpr,
+    HELD: tl.constexpr,
 ):
     """Averages the shares of one tile of slots over all query rows of a head."""
     pair = tl.program_id(1)
     slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    at_slot = pair.to(tl.int64) * S + slot
     SETS: tl.constexpr = TILE // EACH if LARGEST else TILE
     total = tl.zeros([BLOCK], tl.float32)
     for chunk in range(0, ROWS // TILE):
@@ -297,7 +299,7 @@ def shares_kernel(
             q, asked, age, k_ptr, scales_ptr, reach_ptr, bias_ptr, table_ptr, lengths_ptr,
             competing_ptr, pair, slot, K, S, P, H, SCALE, CHANNELS, EACH, TILE, BLOCK, LARGEST,
             INT8, HAS_REACH, HAS_BIAS, HAS_TABLE, PRECISION,
-            HELD=False,
+            HELD=HELD,
         )  # fmt: skip
         at = pair.to(tl.int64) * (ROWS // TILE * SETS) + chunk * SETS + tl.arange(0, SETS)
         lse = tl.load(lse_ptr + at)
@@ -305,5 +307,6 @@ def shares_kernel(
         total += tl.sum(tl.exp(logits - lse[:, None]), 0)
     asked_of = tl.maximum(tl.minimum(tl.load(positions_ptr + pair // K), W), 1)
     each = 1 if LARGEST else N // K
-    out = total / (asked_of * each).to(tl.float32)
-    tl.store(out_ptr + pair.to(tl.int64) * S + slot, out, mask=slot < S)
+    competing = tl.load(competing_ptr + at_slot, mask=slot < S, other=0) != 0
+    out = tl.where(competing, total / (asked_of * each).to(tl.float32), 0.0)
+    tl.store(out_ptr + at_slot, out, mask=slot < S)

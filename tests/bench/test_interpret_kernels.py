@@ -59,7 +59,7 @@ CASES = {
     "threshold_select": "always_max top_p_bfloat16 top_p_long_row",
     "token_sparse": "dense_and_sparse int8_dense",
     "token_sparse_few_units": "dense_and_sparse",
-    "window_attention": "bias",
+    "window_attention": "inside bias",
 }
 
 

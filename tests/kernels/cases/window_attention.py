@@ -22,8 +22,8 @@ class Case(Named):
         table: the block table, "identity" or "scrambled".
         bias: whether slots have one.
         int8: whether K is in 8 bits, with a reach.
-        first: the number of slots at the front that do not compete; the last W do not compete
-            either.
+        first: the number of slots at the front that do not compete.
+        newest: the number of newest slots that do not compete; None: W.
     """
 
     batch: int = 2
@@ -37,6 +37,7 @@ class Case(Named):
     table: Literal["identity", "scrambled"] = "identity"
     bias: bool = False
     first: int = 5
+    newest: int | None = None
     int8: bool = False
     dtype: str = "float32"
 
@@ -58,7 +59,7 @@ class Case(Named):
         queries = 2 * rng.normal(
             size=(self.batch, self.window, self.kv_heads * self.group, self.head_dim)
         )
-        at = np.arange(slots)
+        at, newest = np.arange(slots), self.window if self.newest is None else self.newest
         return Inputs(
             put(queries, self.dtype),
             put(held.max(1) + (self.lengths != "short"), np.int32),
@@ -69,7 +70,7 @@ class Case(Named):
                 block_table=put(table, np.int32) if self.table == "scrambled" else None,
                 bias=put(bias, np.float32) if self.bias else None,
             ),
-            put((at >= self.first) & (at < held[..., None] - self.window)),
+            put((at >= self.first) & (at < held[..., None] - newest)),
         )
 
 
@@ -77,6 +78,7 @@ CASES = (
     Case("ragged"),
     Case("full", lengths="full"),
     Case("short", lengths="short"),
+    Case("inside", newest=2),
     Case("scrambled", table="scrambled", bias=True),
     Case("bias", bias=True, dtype="bfloat16"),
     Case("one_head", kv_heads=1, group=1, window=1, first=0),
