@@ -4,7 +4,8 @@ Paper: "H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Lan
 et al.), arXiv:2306.14048.
 
 Where we differ: the sums start with the prompt's last queries only, since prefill uses flash
-attention, which forms no sums over queries; a decode step adds the attention of the group's mean
+attention, which forms no sums over queries; the query heads of a group share the slots of their KV
+head, so the sums start with the mean over them, and a decode step adds the attention of their mean
 query; and tokens are dropped every `period` steps (the paper: every step).
 """
 
@@ -56,10 +57,10 @@ def accumulated(view: LayerView) -> Float32[Array, "B K S"]:
 
 
 def _begin(view: LayerView) -> Float32[Array, "B K S"]:
-    """Sums the attention of the prompt's last queries to everything before them."""
-    kv, window = view.kv, view.ring.shape[1]
-    there = jnp.arange(kv.capacity, dtype=jnp.int32) < kv.lengths[..., None] - window
-    queries = jnp.clip(view.positions, 1, window)[:, None, None]
+    """Sums the attention of the prompt's last queries to every token up to their own."""
+    kv = view.kv
+    there = jnp.arange(kv.capacity, dtype=jnp.int32) < kv.lengths[..., None]
+    queries = jnp.clip(view.positions, 1, view.ring.shape[1])[:, None, None]
     return queries * window_attention(view.ring, view.positions, kv, there, over="held")
 
 

@@ -229,10 +229,11 @@ def tracked(seen: Seen):
 
 
 def window_sums(seen: Seen):
-    """H2O's start: the attention of the last queries to all preceding tokens."""
-    before = list(range(max(len(seen.keys) - len(seen.window), 0)))
+    """H2O's start: the attention of the last queries to every token up to their own."""
     sums = np.zeros(len(seen.keys))
-    sums[: len(before)] = len(seen.window) * attention_to_all(seen, before)
+    for age, group in zip(reversed(range(len(seen.window))), seen.window, strict=True):
+        keys = seen.keys[: len(sums) - age]
+        sums[: len(keys)] += np.mean([softmax(logits_of(q, keys)) for q in group], axis=0)
     return sums
 
 
