@@ -12,8 +12,8 @@ the next positions, and u = R̄ᵀk,
 A slot's score is its share of these weights, averaged over the group's heads, plus ε, times ‖v‖.
 
 Where we differ: μ and Σ are those of the prompt's last `window` queries, not of all; the newest
-`recent` slots are kept; heads compete for the slots of their layer as in `ada_kv` (the paper's
-head-adaptive compression), with a limit, `cap`.
+`recent` slots are kept, and have no part in the shares; heads compete for the slots of their layer
+as in `ada_kv` (the paper's head-adaptive compression), with a limit, `cap`.
 """
 
 import jax

@@ -9,9 +9,10 @@ Paper: "KVzip: Query-Agnostic KV Cache Compression with Context Reconstruction" 
 arXiv:2505.23416. As in its section 3.4, weights are a softmax over the chunk in the prompt and the
 repeated chunk up to the query.
 
-Where we differ: the chunk follows the prompt without an instruction to repeat it; the newest
-`recent` slots are kept; heads compete for the slots of their layer as in `ada_kv` (in the paper,
-for those of all layers), with a limit, `cap`.
+Where we differ: the chunk follows the prompt without an instruction to repeat it; the softmax of a
+later chunk leaves out the prompt's first tokens, which the authors' code adds; the newest `recent`
+slots are kept; heads compete for the slots of their layer as in `ada_kv` (in the paper, for those
+of all layers), with a limit, `cap`.
 """
 
 from functools import partial

@@ -3,8 +3,9 @@
 Paper: "R-KV: Redundancy-aware KV Cache Compression for Reasoning Models" (Cai et al.),
 arXiv:2505.24133.
 
-Where we differ: redundancy is measured only among the competing slots, without the protected ones.
-Importance is a softmax over these, as in the paper's code.
+Where we differ: redundancy is measured only among the competing slots, without the protected ones;
+and a key without similar ones keeps all of its cosines (in the authors' code it loses that with the
+first key). Importance is a softmax over the competing slots, as in the authors' code.
 """
 
 import jax
@@ -23,7 +24,7 @@ from jsparse.policy import Policy
 
 SIMILAR = 0.5  # the cosine above which two keys count as similar
 WIDTH = 7  # of the maximum over neighbours
-IMPORTANCE = 0.07
+IMPORTANCE = 0.07  # the default of the authors' class; their script for math passes 0.1
 BLOCK_BYTES = 2**28  # of one block of cosines
 
 

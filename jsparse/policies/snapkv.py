@@ -5,9 +5,9 @@ Paper: "SnapKV: LLM Knows What You are Looking for Before Generation" (Li et al.
 A query's weights are its softmax over all keys up to its own, as in the paper.
 
 Where we differ: the query heads of a group share the slots of their KV head; a slot's weight is the
-mean over them (the paper's models have one query head per KV head). By default the last 8 queries
-choose: of a longer window, such as the paper's, too little belongs to a question of a few tokens
-(docs/results/eviction.md).
+mean over them (the authors' code repeats K and V, and each query head keeps its own slots). By
+default the last 8 queries choose: of a longer window, such as the paper's, too little belongs to a
+question of a few tokens (docs/results/eviction.md).
 """
 
 from typing import Literal, get_args
