@@ -39,6 +39,7 @@ class _Prefilled(NamedTuple):
     policy: Policy
     spec: CacheSpec
     token_ids: list[int]
+    room: int
     result: PrefillResult
 
 
@@ -107,12 +108,11 @@ class CachedPrompt:
         with capacity.exhaustion(spec):
             session.prefill(rows, on_progress)
             session.compress([room])
-        self._set(params, _Prefilled(chosen, spec, rows[0], session.prefilled))
+        self._set(params, _Prefilled(chosen, spec, rows[0], room, session.prefilled))
 
     def _set(self, params: Params, prefilled: _Prefilled) -> None:
         self._params, self._prefilled = params, prefilled
-        self.token_ids = prefilled.token_ids
-        self.room = prefilled.spec.capacity - len(self.token_ids)
+        self.token_ids, self.room = prefilled.token_ids, prefilled.room
 
     @takes(GENERATE, more=generate)
     @own_settings()
@@ -134,7 +134,7 @@ class CachedPrompt:
         for name in OF_PROMPT:
             if name in given:
                 raise ValueError(f"{name}={given[name]!r}: must be given with the prompt")
-        params, (policy, spec, ids, _) = self._params, self._prefilled
+        params, (policy, spec, ids, *_) = self._params, self._prefilled
         seed = given.pop("seed", 0)
         sampling, streamer = given.pop("sampling", None), given.pop("streamer", None)
         chosen = chosen_sampling(params, sampling, seed, **({"max_new_tokens": 128} | given))
@@ -161,7 +161,7 @@ class CachedPrompt:
         Raises:
             OSError: the file cannot be written.
         """
-        params, (policy, spec, ids, result) = self._params, self._prefilled
+        params, (policy, spec, ids, room, result) = self._params, self._prefilled
         file = PromptFile(
             prompt_files.digest(params),
             params.name,
@@ -169,6 +169,7 @@ class CachedPrompt:
             spec.page_size,
             spec.capacity,
             result.cache.layers[0].num_pages,
+            room,
         )
         prompt_files.write(path, file, ids, result)
 
@@ -188,8 +189,7 @@ class CachedPrompt:
                 f"path={os.fspath(path)!r}: is of model {file.name!r} with other weights or types "
                 f"than {params!r}: must be of the same"
             )
-        new = file.capacity - len(ids)
-        spec = capacity.cache_spec(params, [ids], new, file.capacity, file.page_size)
+        spec = capacity.cache_spec(params, [ids], file.room, file.capacity, file.page_size)
         policy = Session(params, as_policy(file.policy), spec, adopts=True).deployment.policy
         compressed = spec._replace(num_pages=file.pages)
 
@@ -199,7 +199,7 @@ class CachedPrompt:
 
         result = prompt_files.read_arrays(path, jax.eval_shape(empty))
         loaded = cls.__new__(cls)
-        loaded._set(params, _Prefilled(policy, spec, ids, result))
+        loaded._set(params, _Prefilled(policy, spec, ids, file.room, result))
         return loaded
 
     def _after_prompt(self, continuation: Any) -> list[int]:

@@ -32,11 +32,20 @@ def test_continuations_start_from_the_compressed_prompt():
     prompt = compressed()
     tokens = continued(prompt)
     forced = np.array([[*QUESTION, *tokens]], np.int32)
-    length = len(PROMPT) + prompt.room
-    logits = engine_logits(tiny_params(), KVZIP, [PROMPT], forced, max_length=length)
+    logits = engine_logits(tiny_params(), KVZIP, [PROMPT], forced)
     assert logits[len(QUESTION) :, 0].argmax(-1).tolist() == tokens
     assert continued(prompt) == tokens
-    assert prompt.room >= ROOM and prompt.token_ids == PROMPT
+    assert (prompt.room, prompt.token_ids) == (ROOM, PROMPT)
+
+
+def test_largest_continuation_decodes_to_its_last_token():
+    """The cache of the whole prompt would have room for 472 tokens, the compressed one has less."""
+    prompt = compressed()
+    most = ROOM - len(QUESTION)
+    out = prompt.generate(QUESTION, max_new_tokens=most, eos_token_id=())
+    assert (len(out.token_ids), out.finish_reason) == (most, "length")
+    with pytest.raises(ValueError, match=f"must be at most room={ROOM} together"):
+        prompt.generate(QUESTION, max_new_tokens=most + 1)
 
 
 @pytest.mark.slow
@@ -94,8 +103,6 @@ def test_refused_uses():
         CachedPrompt(params, PROMPT, room=500)
     with pytest.raises(ValueError, match="prompt: must be one prompt, not 2"):
         CachedPrompt(params, [PROMPT, PROMPT])
-    with pytest.raises(ValueError, match=rf"must be at most room={prompt.room} together"):
-        prompt.generate(QUESTION, max_new_tokens=prompt.room)
     with pytest.raises(ValueError, match="policy='dense': must be given with the prompt"):
         prompt.generate(QUESTION, policy="dense")
 

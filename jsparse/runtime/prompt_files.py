@@ -30,6 +30,7 @@ class PromptFile(NamedTuple):
         page_size: the tokens per page.
         capacity: the slots per head that the cache had before it was compressed.
         pages: the pages per head that it has.
+        room: the most tokens that may follow the prompt.
     """
 
     model: str
@@ -38,6 +39,7 @@ class PromptFile(NamedTuple):
     page_size: int
     capacity: int
     pages: int
+    room: int
 
 
 def digest(params: Params) -> str:
