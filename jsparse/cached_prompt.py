@@ -121,7 +121,8 @@ class CachedPrompt:
 
         Args:
             continuation: a text or token ids that follow the prompt; or chat messages, the whole
-                conversation, whose first tokens must be the prompt's.
+                conversation, whose first tokens must be the prompt's. A text gets no
+                beginning-of-sequence token.
             options: keyword arguments of `jsparse.generate` for sampling, and `streamer`.
 
         Raises:
@@ -208,7 +209,7 @@ class CachedPrompt:
         Raises:
             ValueError: a conversation does not begin with the prompt.
         """
-        (row, *others), _ = prompts.encode(self._params, continuation)
+        (row, *others), _ = prompts.encode(self._params, continuation, continues=True)
         if others:
             raise ValueError(f"continuation: must be one prompt, not {1 + len(others)}")
         if not _is_chat(continuation):

@@ -15,6 +15,7 @@ from tests.support.tiny import engine_logits, random_prompts, tiny_params
 
 (PROMPT,) = random_prompts((40,))
 QUESTION, NEW, ROOM = [5, 9, 2], 6, 20
+LLAMA = Path(__file__).parent / "fixtures/hf/llama3/model.gguf"
 KVZIP = "kvzip(budget=12, sink=1, recent=2, chunk=16)"
 
 
@@ -109,7 +110,7 @@ def test_refused_uses():
 
 @pytest.mark.slow
 def test_conversation_must_begin_with_the_prompt():
-    params = jsparse.load(Path(__file__).parent / "fixtures/hf/llama3/model.gguf", dtype="float32")
+    params = jsparse.load(LLAMA, dtype="float32")
     assert params.tokenizer is not None
     params.tokenizer.chat_template = (
         "{% for m in messages %}{{ m.content }}<|eot_id|>{% endfor %}"
@@ -123,3 +124,16 @@ def test_conversation_must_begin_with_the_prompt():
     assert book.generate(asked, **options).token_ids == wanted.token_ids
     with pytest.raises(ValueError, match="differs from token 0 on"):
         book.generate(asked[1:], **options)
+
+
+@pytest.mark.slow
+def test_text_follows_the_prompt_without_another_beginning():
+    """The model's texts begin with a token that its continuations must not repeat."""
+    params, text, question = jsparse.load(LLAMA, dtype="float32"), "the cat sat", " on the mat"
+    assert params.tokenizer is not None
+    whole = params.tokenizer.encode(text + question)
+    assert whole == [*params.tokenizer.encode(text), *params.tokenizer.encode(question)[1:]]
+    book = CachedPrompt(params, text, policy="ada_kv(budget=64, window=4)", room=ROOM)
+    options = {"max_new_tokens": 3, "eos_token_id": ()}
+    wanted = jsparse.generate(params, whole, **options)
+    assert book.generate(question, **options).token_ids == wanted.token_ids

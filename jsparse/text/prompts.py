@@ -20,14 +20,15 @@ MESSAGES = "messages"
 
 
 def encode(
-    params: "Params", prompt: Any, *, special_tokens: bool = False
+    params: "Params", prompt: Any, *, special_tokens: bool = False, continues: bool = False
 ) -> tuple[list[list[int]], bool]:
     """Returns the token ids of every prompt, and whether a single prompt was given.
 
     A prompt is text, chat messages (dicts with role and content), token ids (a list or an integer
     array), or a dict of one: vLLM's, or `messages` with the fields of ChatOptions. A list or 2-D
     array holds several prompts. `special_tokens`: whether special tokens spelled in chat messages
-    count as such; in a text they always do.
+    count as such; in a text they always do. `continues`: whether the prompt follows other tokens,
+    so that a text gets no beginning-of-sequence token.
 
     Raises:
         ValueError: a prompt is empty, has another type, or has ids outside the vocabulary.
@@ -37,9 +38,10 @@ def encode(
     prompts = [prompt] if alone else list(prompt)
     if not prompts:
         raise ValueError("prompt=[]: must hold at least one prompt")
-    rows = [_ids(params, p, special_tokens) for p in prompts]
+    rows = [_ids(params, p, special_tokens, continues) for p in prompts]
+    kind = "continuation" if continues else "prompt"
     for row, ids in enumerate(rows):
-        name = "prompt" if alone else f"prompt[{row}]"
+        name = kind if alone else f"{kind}[{row}]"
         if not ids:
             raise ValueError(f"{name} is empty: must have at least one token")
         wrong = next((i for i in ids if not 0 <= i < params.config.vocab_size), None)
@@ -103,9 +105,10 @@ def _is_id(kind: type) -> bool:
     return issubclass(kind, int | np.integer) and not issubclass(kind, bool)
 
 
-def _ids(params: "Params", prompt: Any, special_tokens: bool) -> list[int]:
+def _ids(params: "Params", prompt: Any, special_tokens: bool, continues: bool) -> list[int]:
     if isinstance(prompt, str):
-        return tokenizer_of(params, "a text prompt").encode(prompt)
+        tokenizer = tokenizer_of(params, "a text prompt")
+        return tokenizer.encode(prompt, add_special_tokens=not continues)
     if hasattr(prompt, "ndim"):
         array = np.asarray(prompt)
         if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):

@@ -40,6 +40,14 @@ def params(tokenizer: Any = None) -> Any:
 LETTERS = params(LetterTokenizer())
 
 
+def test_continuations_of_a_prompt():
+    """Nothing is added to a text, so an empty one has no tokens."""
+    for prompt, row in (("abc", [2, 3, 4]), ([5, 6], [5, 6]), (CHAT, [9, 10, 26, 16, 27])):
+        assert encode(LETTERS, prompt, continues=True) == ([row], True)
+    with pytest.raises(ValueError, match="^continuation is empty: must have at least one token"):
+        encode(LETTERS, "", continues=True)
+
+
 def test_prompts():
     for prompt, rows, alone in [
         ("abc", [[1, 2, 3, 4]], True),
