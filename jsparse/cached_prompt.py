@@ -149,9 +149,10 @@ class CachedPrompt:
         asked = requests(params, [[*ids, *rest]], own, policy, seed=seed)
         keep_compilations()
         began, waits = clock(), waited()
+        streamers = streamers_of(streamer, 1)
+        turn.stream_prompts(asked, streamers)
         with capacity.exhaustion(spec):
             session = self._session(self._after(rest))
-            streamers = streamers_of(streamer, 1)
             (out,) = turn.answers(session, asked, streamers, lambda *_: None, began, waits)
         return out
 

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -47,6 +48,14 @@ def test_largest_continuation_decodes_to_its_last_token():
     assert (len(out.token_ids), out.finish_reason) == (most, "length")
     with pytest.raises(ValueError, match=f"must be at most room={ROOM} together"):
         prompt.generate(QUESTION, max_new_tokens=most + 1)
+
+
+def test_streamers_get_prompt_and_continuation_first():
+    """As those of Hugging Face expect, of which `skip_prompt` drops the first ids."""
+    seen = []
+    streamer = SimpleNamespace(put=lambda ids: seen.append(ids.ravel().tolist()), end=list)
+    tokens = continued(compressed(), streamer=streamer)
+    assert seen == [[*PROMPT, *QUESTION], *([token] for token in tokens)]
 
 
 @pytest.mark.slow

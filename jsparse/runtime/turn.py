@@ -55,15 +55,20 @@ def run(
         )
     keep_compilations()
     began, waits = clock(), waited()
-    for request, streamer in zip(requests, streamers, strict=True):
-        if isinstance(streamer, TokenStreamer):
-            streamer.put(np.array([request.ids]))
+    stream_prompts(requests, streamers)
     with capacity.exhaustion(session.deployment.spec):
         expect(session, requests, report)
         starts = [0] * len(requests) if start is None else start
         read = [request.ids[at:] for request, at in zip(requests, starts, strict=True)]
         session.prefill(read, report, start=start)
         return answers(session, requests, streamers, report, began, waits)
+
+
+def stream_prompts(requests: Sequence[Request], streamers: Sequence[Streamer]) -> None:
+    """Gives streamers of token ids the prompts, which they expect first."""
+    for request, streamer in zip(requests, streamers, strict=True):
+        if isinstance(streamer, TokenStreamer):
+            streamer.put(np.array([request.ids]))
 
 
 def expect(
