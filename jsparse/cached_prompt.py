@@ -226,10 +226,10 @@ class CachedPrompt:
         return row[len(ids) :]
 
     def _after(self, rest: Sequence[int]) -> PrefillResult:
-        """Returns the prompt, or a copy that has also processed the tokens in `rest`."""
-        if not rest:
-            return self._prefilled.result
-        session = self._session(self._prefilled.result)
+        """Returns a copy of the prompt that has also processed the tokens in `rest`."""
+        # decoding donates its inputs; several steps at a time would process tokens past `rest`
+        start = jax.tree.map(jnp.copy, self._prefilled.result)
+        session = self._session(start, steps_per_program=1)
         # the last entry is chosen but not processed; few sizes, since each compiles
         table = np.zeros((capacity.bucket(len(rest) + 1, 1), 1), np.int32)
         table[: len(rest), 0] = rest
@@ -239,11 +239,13 @@ class CachedPrompt:
         assert last is not None
         return session.prefilled._replace(logits=last[-1])
 
-    def _session(self, start: PrefillResult) -> Session:
-        """Returns a session on a copy, since decoding donates its inputs."""
+    def _session(self, start: PrefillResult, steps_per_program: int | None = None) -> Session:
+        """Returns a session that decodes from `start`, which it consumes."""
         policy, spec, *_ = self._prefilled
-        session = Session(self._params, policy, spec, adopts=True, steps_per_program=1)
-        session.adopt(jax.tree.map(jnp.copy, start), compressed=True)
+        session = Session(
+            self._params, policy, spec, adopts=True, steps_per_program=steps_per_program
+        )
+        session.adopt(start, compressed=True)
         return session
 
 
