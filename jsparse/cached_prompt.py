@@ -162,8 +162,15 @@ class CachedPrompt:
 
         Raises:
             OSError: the file cannot be written.
+            ValueError: the policy has no expression, from which `load` could build it.
         """
         params, (policy, spec, ids, room, result) = self._params, self._prefilled
+        try:
+            as_policy(policy.name)
+        except ValueError as error:
+            raise ValueError(
+                f"policy={policy}: must have an expression to be saved ({error})"
+            ) from None
         file = PromptFile(
             prompt_files.digest(params),
             params.name,

@@ -11,6 +11,7 @@ from safetensors.numpy import load_file, save_file
 
 import jsparse
 from jsparse import CachedPrompt
+from jsparse.builder import dense
 from tests.support.programs import shared
 from tests.support.tiny import engine_logits, random_prompts, tiny_params
 
@@ -82,6 +83,16 @@ def test_file_gives_the_same_tokens(tmp_path):
     assert continued(loaded) == continued(prompt)
     assert (loaded.token_ids, loaded.room) == (prompt.token_ids, prompt.room)
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
+
+
+def test_prompt_that_cannot_be_saved_leaves_no_file(tmp_path):
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(OSError, match="folder"):
+        compressed().save(tmp_path / "folder")
+    own = CachedPrompt(tiny_params(), PROMPT, policy=dense()._replace(name="own"), room=ROOM)
+    with pytest.raises(ValueError, match="^policy=own: must have an expression to be saved"):
+        own.save(tmp_path / "prompt")
+    assert [file.name for file in tmp_path.iterdir()] == ["folder"]
 
 
 def test_file_of_another_model_or_version_is_refused(tmp_path):

@@ -57,8 +57,11 @@ def write(path: str | os.PathLike[str], file: PromptFile, ids: list[int], arrays
     named[IDS] = np.asarray(ids, np.int32)
     data = save(named, metadata={"kind": KIND, "prompt": json.dumps(file._asdict())})
     unfinished = Path(f"{os.fspath(path)}.{os.getpid()}")
-    unfinished.write_bytes(data)
-    unfinished.replace(path)
+    try:
+        unfinished.write_bytes(data)
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 def read_header(path: str | os.PathLike[str]) -> tuple[PromptFile, list[int]]:
