@@ -124,7 +124,11 @@ def with_checked_types(policy: Policy) -> Policy:
         for name in ("prefill", "append", "select", "update")
     }
     services = policy.services._replace(maintain=watch("maintain", policy.services.maintain))
-    return policy._replace(**hooks, services=services)
+    eviction = policy.eviction
+    if eviction and eviction.reread:
+        score = watch("reread", eviction.reread.score)
+        eviction = eviction._replace(reread=eviction.reread._replace(score=score))
+    return policy._replace(**hooks, services=services, eviction=eviction)
 
 
 def _types_of(state: Any) -> dict[str, str]:

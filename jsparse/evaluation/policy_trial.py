@@ -23,7 +23,7 @@ from jsparse.models.config import ModelConfig
 from jsparse.models.indexer import INDEXER, mean_indexer
 from jsparse.models.transformer import Decoder, Weights, weight_shapes
 from jsparse.policy import Policy, never_dense, selected
-from jsparse.runtime import correct, prefill, room, rows
+from jsparse.runtime import correct, prefill, rereading, room, rows
 from jsparse.runtime.compilation import inlined
 from jsparse.runtime.constants import constants
 from jsparse.runtime.decode_step import decode_step
@@ -142,7 +142,10 @@ class Trial:
     def read(
         self, carry: PrefillCarry, prompts: list[list[int]], piece: int = CHUNK
     ) -> PrefillCarry:
-        """Prefills prompts in pieces of `piece` tokens, in chunks padded to one size."""
+        """Prefills prompts in pieces of `piece` tokens, in chunks padded to one size.
+
+        A policy that scores prompts by a second pass over them gets it.
+        """
         longest = max(map(len, prompts))
         for first in range(0, longest, piece):
             parts = [ids[first : first + piece] for ids in prompts]
@@ -158,7 +161,15 @@ class Trial:
                 self.read_only,
                 last=first + piece >= longest,
             )
-        return carry
+        if self.policy.eviction is None or self.policy.eviction.reread is None:
+            return carry
+        # one size for prompts of all lengths
+        tokens = np.zeros((len(prompts), carry.cache.layers[0].capacity), np.int32)
+        for row, ids in enumerate(prompts):
+            tokens[row, : len(ids)] = ids
+        model = self.params.decoder, self.policy, self.params.weights
+        state = _reread(*model, tokens, carry.cache, carry.state, self.read_only)
+        return carry._replace(state=state)
 
     def after_prompt(self, spec: CacheSpec, carry: PrefillCarry) -> TrialRows:
         """Evicts the tokens of the prompts that the policy drops."""
@@ -208,11 +219,12 @@ class Trial:
 
 def traces() -> int:
     """Returns the number of programs that the trials of this process have traced."""
-    programs: tuple[Any, ...] = (_read_chunk, _step, _correct, _maintain)
+    programs: tuple[Any, ...] = (_read_chunk, _reread, _step, _correct, _maintain)
     return sum(program._cache_size() for program in programs)
 
 
 _read_chunk = jax.jit(inlined(prefill.prefill_chunk), static_argnames=("decoder", "policy", "last"))
+_reread = jax.jit(inlined(rereading.reread), static_argnames=("decoder", "policy"))
 _correct = jax.jit(inlined(correct.correct), static_argnames=("decoder", "policy"))
 _maintain = jax.jit(inlined(rows.maintain), static_argnames=("policy",))
 

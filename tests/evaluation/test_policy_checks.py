@@ -12,6 +12,7 @@ from jsparse.evaluation.policy_checks import check
 from jsparse.evaluation.policy_trial import PAGE, LayerSelection, random_model
 from jsparse.policies.expressions import parse
 from jsparse.policies.own_code import with_budget
+from jsparse.policy import Reread, at_layer
 from jsparse.selection import Selection
 from tests.support import broken_policies
 from tests.support.marks import slow_except
@@ -64,6 +65,18 @@ def test_methods_keep_all_rules(expression):
     assert asked >= set(NAMES) - {"selections", "budget", "mass"}
     assert ("mass" in asked) == (found.leaves_out is True)
     assert "budget" in asked or outermost(expression) != "quest"
+
+
+def test_second_pass_over_a_prompt_is_checked():
+    def score(state, layer, view):
+        return at_layer(state, layer, state[layer]._replace(tracked=None))
+
+    policy = parse("kvzip(budget=8, sink=1, recent=2)")
+    assert policy.eviction is not None
+    eviction = policy.eviction._replace(reread=Reread(16, score))
+    found = check(policy._replace(eviction=eviction), params=random_model(1), rules=["types"])
+    assert found.broken == ["types"]
+    assert "reread turns state[0].tracked from float32" in found.findings[0].detail
 
 
 @pytest.mark.parametrize("types", [True, False])
