@@ -28,6 +28,8 @@ from jsparse.hooks import (
     MaxLengthFn,
     PrefillFn,
     PrefillView,
+    RereadFn,
+    RereadView,
     SelectFn,
     State,
     StatsFn,
@@ -40,7 +42,17 @@ from jsparse.pallas_kernels.threshold_select import Budget, Threshold, TopK, Top
 from jsparse.policies.combinators import WrappedState, with_state
 from jsparse.policies.page_policy import page_policy
 from jsparse.policies.sidecars import Sidecar, sidecar
-from jsparse.policy import Eviction, Policy, Services, Shares, StandIn, at_layer, knob, without_knob
+from jsparse.policy import (
+    Eviction,
+    Policy,
+    Reread,
+    Services,
+    Shares,
+    StandIn,
+    at_layer,
+    knob,
+    without_knob,
+)
 from jsparse.ranks import across, gathered, own_part
 from jsparse.selection import (
     Granularity,
@@ -73,6 +85,9 @@ __all__ = [
     "Policy",
     "PrefillFn",
     "PrefillView",
+    "Reread",
+    "RereadFn",
+    "RereadView",
     "SelectFn",
     "Selection",
     "Services",
