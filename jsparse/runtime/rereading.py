@@ -39,7 +39,10 @@ def reread_prompts(
     if policy.eviction is None or policy.eviction.reread is None:
         return state
     array = np if isinstance(tokens, np.ndarray) else jnp
-    width = cache.layers[0].capacity
+    layer = cache.layers[0]
+    if mesh is not None:  # the first axis is ranks
+        layer = jax.eval_shape(lambda: jax.tree.map(lambda x: x[0], layer))
+    width = layer.capacity
     tokens = array.pad(tokens, ((0, 0), (0, max(width - tokens.shape[1], 0))))[:, :width]
     run = inlined(reread) if within else reread.on(mesh)
     return run(decoder, policy, weights, jnp.asarray(tokens, jnp.int32), cache, state, read_only)

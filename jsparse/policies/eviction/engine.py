@@ -43,7 +43,8 @@ def init(settings: Settings, spec: CacheSpec) -> State:
     """Returns, for each layer, queries and per-slot numbers of 0."""
     heads = spec.batch, spec.num_kv_heads
     slots = *heads, spec.capacity
-    queries = spec.batch, settings.window, spec.num_heads, spec.head_dim
+    # XLA crashes on empty arrays in programs of several devices
+    queries = spec.batch, max(settings.window, 1), spec.num_heads, spec.head_dim
     return tuple(
         EvictionState(
             jnp.zeros(queries, spec.dtype),
@@ -62,7 +63,8 @@ def prefill(settings: Settings, state: State, layer: int, view: PrefillView) -> 
     kv = view.step.layers[layer]
     positions = kv.lengths[:, 0]
     entry = jax.tree.map(jnp.zeros_like, state[layer])
-    entry = entry._replace(ring=as_ring(view.q_window, positions).astype(entry.ring.dtype))
+    if settings.window:
+        entry = entry._replace(ring=as_ring(view.q_window, positions).astype(entry.ring.dtype))
     if settings.tracking:
         seen = LayerView(kv, competing_in(settings, kv), entry.ring, positions, entry.tracked)
         entry = entry._replace(tracked=settings.tracking.begin(seen))

@@ -16,7 +16,8 @@ class EvictionState(NamedTuple):
     """One layer's state; rows own all of it.
 
     Attributes:
-        ring: the newest W queries; that of position p is at index p % W.
+        ring: the newest W queries; that of position p is at index p % W. Without a window, one
+            unused query.
         tracked: a number per slot that the method updates; None if it has none.
         temperatures: those of the budget rule `calibrated`; 0: none found yet.
         missed: the number of consecutive compressions that left out each waiting slot; None without
