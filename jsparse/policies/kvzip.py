@@ -13,6 +13,8 @@ Where we differ: the chunk follows the prompt without an instruction to repeat i
 later chunk leaves out the prompt's first tokens, which the authors' code adds; the newest `recent`
 slots are kept; heads compete for the slots of their layer as in `ada_kv` (in the paper, for those
 of all layers), with a limit, `cap`.
+
+Chunks are at positions after the prompt, past the model's context if the prompt nearly fills it.
 """
 
 from functools import partial
