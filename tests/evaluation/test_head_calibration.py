@@ -96,6 +96,8 @@ def test_wrong_arguments_are_refused():
     ):
         with pytest.raises(ValueError, match=f"^{message}"):
             jsparse.calibrate_heads(tiny_params(), **arguments)
+    with pytest.raises(ValueError, match="^params='smollm2': must be what jsparse.load returned"):
+        jsparse.calibrate_heads("smollm2")  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.slow
