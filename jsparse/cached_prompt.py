@@ -68,7 +68,7 @@ class CachedPrompt:
         policy: AnyPolicy | str = "kvzip",
         room: int = 1024,
         page_size: int = 16,
-        on_progress: OnChunk = lambda *_: None,
+        on_progress: OnChunk | None = None,
     ) -> None:
         """Prefills and compresses a prompt.
 
@@ -106,7 +106,7 @@ class CachedPrompt:
         _require_at_once(chosen)
         keep_compilations()
         with capacity.exhaustion(spec):
-            session.prefill(rows, on_progress)
+            session.prefill(rows, on_progress or (lambda *_: None))
             session.compress([room])
         self._set(params, _Prefilled(chosen, spec, rows[0], room, session.prefilled))
 

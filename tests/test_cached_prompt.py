@@ -23,7 +23,7 @@ KVZIP = "kvzip(budget=12, sink=1, recent=2, chunk=16)"
 
 @shared
 def compressed() -> CachedPrompt:
-    return CachedPrompt(tiny_params(), PROMPT, policy=KVZIP, room=ROOM)
+    return CachedPrompt(tiny_params(), PROMPT, policy=KVZIP, room=ROOM, on_progress=None)
 
 
 def continued(prompt: CachedPrompt, question=QUESTION, **options) -> list[int]:
