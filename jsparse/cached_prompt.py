@@ -47,8 +47,8 @@ class CachedPrompt:
     """A prompt that is prefilled once, and compressed if its policy evicts.
 
     Every continuation starts from it. Decode steps process the tokens of a question one by one, so
-    a policy that evicts keeps what the prompt alone made it keep. `kvzip` and `expected_attention`
-    are meant for this.
+    a policy that evicts keeps the tokens that it chose without the question. `kvzip` and
+    `expected_attention` are meant for this.
 
         book = jsparse.CachedPrompt(params, text, policy="kvzip(budget=2048)")
         book.generate("Who finds the letter?", max_new_tokens=50).text
