@@ -1,4 +1,4 @@
-"""Files and checkpoints with an indexer: what is read, written, refused, and used by a policy."""
+"""Files and checkpoints with an indexer: reading, writing, refusals, and use by a policy."""
 
 import dataclasses
 import json
