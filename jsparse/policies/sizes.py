@@ -3,7 +3,7 @@
 A policy's size is its `budget`, else the `value` of `lychee_decode` or the `recent` tokens of a
 window; the size of a wrapper is that of the policy it wraps. It is open if the expression
 does not give it: quest(slack=1), dense_layers(quest, n=2), but not quest(budget=512). Methods that
-read as many tokens as they need for a share of the attention mass have no size.
+read as many tokens as they need for a share of the attention mass, or as they sample, have no size.
 """
 
 import ast
@@ -17,6 +17,9 @@ from jsparse.policy import AnyPolicy
 NAMES = ("budget", "value", "recent")
 SHARE_DIGITS = 5
 SINK = "sink"  # the first tokens, which a window of `recent` tokens reads besides
+# a method's argument that counts instead of its size; None: it has no size, since `recent` tokens
+# are attended besides the sampled ones
+INSTEAD = {"seer_attention": "threshold", "magic_pig": None}
 
 
 def has_open_size(text: str) -> bool:
@@ -68,7 +71,7 @@ def _sized(source: str, node: ast.expr, tokens: int, length: int) -> ast.Call | 
     parameters = inspect.signature(build).parameters if callable(build) else {}
     given = dict(zip(parameters, args, strict=False)) | {w.arg: w.value for w in words}
     name = next((name for name in NAMES if name in parameters), None)
-    if name is None or name in given:
+    if name is None or name in given or (not source and _without_size(call, given)):
         return None
     number: Any = tokens
     if type(parameters[name].default) is float:
@@ -77,6 +80,15 @@ def _sized(source: str, node: ast.expr, tokens: int, length: int) -> ast.Call | 
         sink = given.get(SINK) or ast.Constant(parameters[SINK].default)
         number = max(tokens - ast.literal_eval(sink), 1)
     return ast.Call(call.func, args, [*words, ast.keyword(name, ast.Constant(number))])
+
+
+def _without_size(call: ast.Call, given: dict[str | None, ast.expr]) -> bool:
+    """Returns whether a call of a method has no size, because of another argument or at all."""
+    method = ast.unparse(call.func)
+    if method not in INSTEAD:
+        return False
+    value = given.get(INSTEAD[method] or "")
+    return INSTEAD[method] is None or (value is not None and ast.literal_eval(value) is not None)
 
 
 def _is_policy(node: ast.expr) -> bool:

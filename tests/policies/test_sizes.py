@@ -29,6 +29,7 @@ def test_open_size_is_set():
         ("keep(quest, recent=3)", jsparse.keep(jsparse.quest(200), recent=3)),
         ("dense_layers(policy=lfps, n=1)", jsparse.dense_layers(jsparse.lfps(0.2), n=1)),
         ("twilight(quest, p=0.8)", jsparse.twilight(jsparse.quest(200), p=0.8)),
+        ("seer_attention(threshold=None)", jsparse.seer_attention(budget=200)),
     ):
         assert has_open_size(text), text
         assert sized(text, 200, 1000) is policy, text
@@ -38,6 +39,9 @@ def test_open_size_is_set():
 def test_policies_without_an_open_size():
     given = "quest(200)", "quest(budget=200)", "keep(quest(8))", "streaming(4, 8)"
     for text in (*given, "dense", "auto", "oracle_top_p(p=0.5)", "twilight(all_pages())"):
+        assert not has_open_size(text), text
+    # a threshold counts instead of a budget, and samples have no size
+    for text in ("seer_attention(threshold=0.1)", "magic_pig", "keep(magic_pig(bits=8))"):
         assert not has_open_size(text), text
 
 
