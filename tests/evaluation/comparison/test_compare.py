@@ -140,12 +140,16 @@ GATES = ((1, 1), (0, 0), (0, 1))
 ARGUMENTS = {
     "lychee_decode": f"({GATES}, sink=1, recent=6)",
     "duo_attention": f"({GATES}, sink=1)",
+    "razor_attention": f"({GATES}, sink=1, share=0)",
+    "seer_attention": f"(block={PAGE})",
     "quest_chunks": "(recent=3, lengths=(1, 3), period=2)",
     "lychee_cluster": "(sink=1, recent=3, lengths=(1, 3), period=2)",
     "cluster_kv": "(cluster_size=4, sink=1, recent=3, period=3)",
     "hard_kv": "(window=4)",
     "ada_kv": "(window=4)",
     "expected_attention": "(sink=1, recent=2, window=6)",
+    "kvzip": "(sink=1, recent=2, chunk=32)",
+    "shadow_kv": "(rank=8, outliers=1, recent=2)",
     "verified": "(recent=3)",
 }
 WRAPPED = ("keep(quest, recent=8)", "dense_layers(quest, n=1)", "twilight(quest, p=0.99)")
