@@ -2,7 +2,8 @@
 
 They are counted in the traced program, without running it. An array counts once, whole, if an
 operation uses all of it; if only gathers and slices do, their results count, up to the whole array.
-Loops and kernels count as users of all of it. Writing to an array reads nothing.
+Loops and kernels count as users of all of it. Writing to an array reads nothing. Reads of K and V
+that only a summary needs do not count here: they are in its own count, `read`.
 """
 
 import math
@@ -15,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, Literal
+from jax.interpreters import partial_eval
 
 from jsparse import cache as kv_cache
 from jsparse.cache import CacheSpec, KVCache, ReadOnly, step_view
@@ -69,20 +71,32 @@ def _traced(policy: Policy, spec: CacheSpec, shapes: Shapes) -> int:
         )
         view = step_view(cache._replace(layers=tuple(layers)), ReadOnly(made or None))
         view = view._replace(valid=jnp.ones_like(cache.positions))
-        chosen = []
+        chosen, summaries = [], []
         for layer in range(spec.num_layers):
-            *choice, state = selected(policy, state, policy.select(state, layer, q, view))
+            choice, summary, state = selected(policy, state, policy.select(state, layer, q, view))
             chosen.append(choice)
-        return chosen, state
+            summaries.append(summary)
+        return (chosen, state), summaries
 
     pools = [(layer.k, layer.v) for layer in cache.layers]
-    program = jax.make_jaxpr(select)(state, pools, cache, q, dict(shapes)).jaxpr
-    counted = jax.tree.leaves((state, pools))
-    others: list[int | None] = [None] * (len(program.invars) - len(counted))
-    read, _ = _elements_read(program, [*range(len(counted)), *others])
+    traced, made = jax.make_jaxpr(select, return_shape=True)(state, pools, cache, q, dict(shapes))
+    own, counted = len(jax.tree.leaves(state)), jax.tree.leaves((state, pools))
+    read = _inputs_read(traced.jaxpr, len(counted))
+    # with the operations that only the summaries need removed
+    wanted = [nth < len(jax.tree.leaves(made[0])) for nth in range(len(traced.jaxpr.outvars))]
+    rest, _ = partial_eval.dce_jaxpr(traced.jaxpr, wanted, instantiate=True)
+    of_selections = _inputs_read(rest, len(counted))
     return sum(
-        min(read[nth], math.prod(x.shape)) * x.dtype.itemsize for nth, x in enumerate(counted)
+        min((read if nth < own else of_selections)[nth], math.prod(x.shape)) * x.dtype.itemsize
+        for nth, x in enumerate(counted)
     )
+
+
+def _inputs_read(program: Jaxpr, count: int) -> Counter[int]:
+    """Returns the elements that a program reads of each of its first `count` inputs."""
+    others: list[int | None] = [None] * (len(program.invars) - count)
+    read, _ = _elements_read(program, [*range(count), *others])
+    return read
 
 
 def _elements_read(

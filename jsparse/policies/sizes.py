@@ -3,7 +3,7 @@
 A policy's size is its `budget`, else the `value` of `lychee_decode` or the `recent` tokens of a
 window; the size of a wrapper is that of the policy it wraps. It is open if the expression
 does not give it: quest(slack=1), dense_layers(quest, n=2), but not quest(budget=512). Methods that
-read as many tokens as they need for a share of the attention mass, or as they sample, have no size.
+sample, or read what a share of the attention mass needs, have no size.
 """
 
 import ast

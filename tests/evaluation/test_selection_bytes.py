@@ -44,6 +44,13 @@ def test_bytes_of_methods():
         # two tables in two bytes; and the keys of three times the budget
         ("lfps(budget=0.125)", LENGTH * 4),
         ("lfps(budget=0.125, exact=True)", LENGTH * 4 + 24 * KEY),
+        # codes of a byte, a quarter's norms, the mean; K and V of samples are read to attend
+        ("magic_pig(bits=4, tables=8)", LENGTH * 8 + LENGTH // 4 * 4 + KEY),
+        # landmarks; coefficients of two chunks and the basis; an outlier and two numbers
+        (
+            "shadow_kv(budget=16, rank=4, chunk=8, outliers=1)",
+            LENGTH // 8 * KEY + (16 + WIDTH) * 4 * 4 + 4 / KV_HEADS + 2 * 4,
+        ),
     ):
         assert read(expression) == of_head, expression
 
