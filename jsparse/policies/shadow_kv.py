@@ -248,4 +248,5 @@ def restored(
     weights, total, lse = softmax_partial(jnp.where(valid[:, :, None], logits, -jnp.inf))
     o = weighted_sum(weights.astype(kv.v.dtype), kv.v, kv, slots)
     o = o / jnp.where(total == 0, 1.0, total)[..., None]
-    return Summary(o.reshape(q.shape), lse.reshape(q.shape[:2]), number, number)
+    read = -(-number // 2)  # the values alone, half of K and V
+    return Summary(o.reshape(q.shape), lse.reshape(q.shape[:2]), number, read)

@@ -28,7 +28,8 @@ class Summary(NamedTuple):
 
     Attributes:
         o, lse: the partial; lse = -inf if there is nothing to merge.
-        attended, read: the tokens per head that it adds to the attended and read counts.
+        attended, read: the tokens per head that it adds to the attended and read counts; one of
+            whose K and V only one is read is half a token.
     """
 
     o: Float32[Array, "B N H"]

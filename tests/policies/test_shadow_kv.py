@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jsparse
 from jsparse.policies.shadow_kv import landmarks_of, low_rank, shadow_kv
 from tests.support.slow_model import SlowModel, SlowRow, attend, softmax
 from tests.support.tiny import (
@@ -99,6 +100,15 @@ def test_all_channels_and_chunks_equal_dense_attention():
     """With rows above the budget, so that keys are restored."""
     policy = shadow_kv(budget=27, rank=2**20, chunk=CHUNK, outliers=12, recent=RECENT)
     assert_close(decoded(policy), decoded("dense"), rtol=1e-3)
+
+
+def test_selected_chunks_read_values_alone():
+    """One outlier, six newest tokens, and two chunks with restored keys: half of their bytes."""
+    policy = shadow_kv(budget=16, rank=8, chunk=8, outliers=1, recent=5)
+    prompt = random_prompts([61])[0]
+    made = jsparse.generate(tiny_params(num_layers=2), prompt, policy=policy, max_new_tokens=2)
+    assert made.stats.attended_fraction == pytest.approx((8 + 6 + 16) / 62)
+    assert made.stats.read_fraction == pytest.approx((8 + 6 + 16 / 2) / 62)
 
 
 def test_low_rank_keys_are_the_nearest_of_their_rank():
