@@ -103,14 +103,12 @@ def table(result: PolicyComparison) -> Table:
     )
     bracket = ", with its 95 % interval." if result.rows[-1].kl_interval else "."
     made.caption, made.caption_justify = Text(NOTE + bracket), "left"
-    made.add_column("policy", overflow="fold", min_width=24)
+    made.add_column("policy", overflow="fold")
     for name in ("bytes %", "held %", "attended %", "KL", "agreement %", "perplexity"):
         made.add_column(name, justify="right")
-    noted = any(row.note for row in result.rows)
-    if noted:
-        made.add_column("", overflow="fold")
     for row in result.rows:
-        made.add_row(*map(Text, [short_name(row.policy), *_numbers(row), *[_note(row)] * noted]))
+        policy = "\n".join(filter(None, (short_name(row.policy), _note(row))))
+        made.add_row(*map(Text, [policy, *_numbers(row)]))
     return made
 
 
