@@ -75,9 +75,11 @@ def compare(
         raise ValueError(f"text: must be one text or its token ids, not a list of {len(ids)}")
     maximum = params.config.max_position_embeddings
     length = min(len(ids[0]), maximum) if length is None else length
-    whole_number("length", length, 1)
+    whole_number("length", length, 3)  # a prompt, a token that is fed, and one that is scored
     if length > maximum:
         raise ValueError(f"length={length}: must be at most {maximum}, the model's maximum")
+    if steps > length - 2:
+        raise ValueError(f"steps={steps}: must be at most length - 2 = {length - 2}")
     beginnings, ends = (part[:samples] for part in windows(ids[0], length, steps))
     spec = capacity.spec_of(params, min(batch, len(ends)), length, page_size)
     tokens = length - (steps + 1) / 2  # in the cache at the average step

@@ -1,14 +1,17 @@
 """Tests that compared policies read the wanted bytes, and that the result is what was measured."""
 
+import io
 import json
 from functools import cache
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 import jsparse
 from jsparse.evaluation.closeness import closeness, perplexity, windows
 from jsparse.evaluation.comparison.compare import compare
+from jsparse.evaluation.comparison.result import NOTE, table
 from jsparse.evaluation.teacher_forcing import force
 from jsparse.policies import REGISTRY
 from jsparse.policies.sizes import has_open_size
@@ -87,6 +90,18 @@ def test_result_is_printed_and_saved(tmp_path):
     assert sum("own size" in line for line in lines) == 1
 
 
+def test_table_is_complete_in_its_width():
+    dense, row, *_ = made().rows
+    policy = "seer_attention(budget=14, threshold=0.1, block=8)"
+    row = row._replace(policy=policy, wanted=0.3, note="nearest size", perplexity=1628.9)
+    for width in (80, 120):
+        file = io.StringIO()
+        Console(file=file, width=width).print(table(made()._replace(rows=(dense, row))))
+        shown = " ".join(file.getvalue().split())
+        assert NOTE in shown and "1628.90" in shown
+    assert "not 30 %: nearest size" in shown
+
+
 def test_plot_has_a_line_per_policy(tmp_path, figures):
     pytest.importorskip("matplotlib")
     made().plot(tmp_path / "out.png")
@@ -117,7 +132,8 @@ def test_wrong_arguments_are_named():
         ({"bytes": ()}, r"bytes=\(\): must hold at least one"),
         ({"length": 513}, "length=513: must be at most 512"),
         ({"length": 300}, "tokens: 202 of them must fill .* length=300"),
-        ({"steps": 63}, "scored=63: must be from 1 to"),
+        ({"steps": 63}, "steps=63: must be at most length - 2 = 62"),
+        ({"length": 2}, "length=2: must be an integer of at least 3"),
         ({"steps": 0}, "steps=0: must be an integer of at least 1"),
         ({"samples": 0}, "samples=0: must be"),
         ({"text": [[1, 2], [3]]}, "text: must be one text"),
