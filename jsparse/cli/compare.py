@@ -16,11 +16,14 @@ from jsparse.cli.options import (
     PageSizeOption,
     complete_policy,
     read_text,
+    require,
+    require_writable,
     takes_options,
 )
 from jsparse.machine.extras import install
 
 WIDTH = 120  # columns if standard output is not a terminal
+PLOTS = (".png", ".svg", ".pdf")
 USUAL = "streaming,quest,double_sparsity,snapkv,twilight(all_pages()),oracle_top_k"
 
 
@@ -61,7 +64,8 @@ def compare(
         Path | None, Option("--json", help="File to write the result to, as one JSON object.")
     ] = None,
     plot: Annotated[
-        Path | None, Option(help="File to draw KL over the bytes read to, such as out.png.")
+        Path | None,
+        Option(help="File to draw KL over the bytes read to: .png, .svg or .pdf."),
     ] = None,
     page_size: PageSizeOption = 16,
 ) -> None:
@@ -77,8 +81,12 @@ def compare(
     numbers = None if bytes is None else _numbers(bytes)
     names = split(policies)
     text = read_text(None if str(file) == "-" else file, "TEXT")
-    if plot is not None and find_spec("matplotlib") is None:
-        raise ValueError(f"--plot needs matplotlib: {install('eval')}")
+    for option, written in (("--json", out), ("--plot", plot)):
+        require_writable(option, written)
+    if plot is not None:
+        require("--plot", repr(str(plot)), plot.suffix in PLOTS, f"a {' or '.join(PLOTS)} file")
+        if find_spec("matplotlib") is None:
+            raise ValueError(f"--plot needs matplotlib: {install('eval')}")
     from jsparse.evaluation.comparison.compare import compare as measure
     from jsparse.evaluation.comparison.result import table
     from jsparse.policies.own_code import resolve
@@ -99,14 +107,14 @@ def compare(
             page_size=page_size,
             on_progress=bars.generate,
         )
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
+    console.print(table(result))
     if out is not None:
         result.save(out)
         print_wrote(out)
     if plot is not None:
         result.plot(plot)
         print_wrote(plot)
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
-    console.print(table(result))
 
 
 def split(policies: str) -> list[str]:

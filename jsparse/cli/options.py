@@ -228,6 +228,13 @@ def require(option: str, value: object, holds: bool, rule: str) -> None:
         raise ValueError(f"{option} {value}".rstrip() + f": must be {rule}")
 
 
+def require_writable(option: str, file: Path | None) -> None:
+    """Raises ValueError unless a file that will be written late can be; None: it is not wanted."""
+    if file is not None:
+        require(option, repr(str(file)), file.absolute().parent.is_dir(), "in an existing folder")
+        require(option, repr(str(file)), not file.is_dir(), "a file, not a folder")
+
+
 def takes_model(command: Callable[..., None]) -> Callable[..., None]:
     """Allows a command to take the model as its first argument or by its option --model."""
     own = inspect.signature(command).parameters

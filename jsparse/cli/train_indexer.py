@@ -6,7 +6,7 @@ from dataclasses import fields
 from rich.progress import TextColumn, TimeRemainingColumn
 
 from jsparse.cli.console import Bars, progress_bar
-from jsparse.cli.options import takes_model, takes_options
+from jsparse.cli.options import require_writable, takes_model, takes_options
 from jsparse.cli.train_gates import source_of
 from jsparse.cli.train_indexer_options import TrainIndexerOptions
 
@@ -26,8 +26,7 @@ def train_indexer(options: TrainIndexerOptions) -> None:
     Example: jsparse train-indexer --model smollm2 --out gates.safetensors
     """
     out = options.out
-    if not out.absolute().parent.is_dir():
-        raise ValueError(f"--out {str(out)!r}: must be in an existing folder")
+    require_writable("--out", out)
     from jsparse.models.checkpoint import load
     from jsparse.models.indexer import save_indexer
     from jsparse.runtime.compilation import keep_compilations

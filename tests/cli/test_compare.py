@@ -82,13 +82,17 @@ def test_refuses_in_one_line(text, tmp_path, monkeypatch):
         ((text, "--bytes", "2e9"), "bytes=2000000000.0: must be above 0 and at most 1"),
         ((text, "--policies", "qest"), "unknown policy 'qest'"),
         ((text, "--policies", "quest,"), "policy=''"),
-        ((text, "--length", "1"), "scored=64: must be from 1 to"),
+        ((text, "--length", "64"), "steps=64: must be at most length - 2 = 62"),
+        ((text, "--json", tmp_path / "no" / "out.json"), "out.json': must be in an existing"),
+        ((text, "--plot", tmp_path), "must be a file, not a folder"),
+        ((text, "--plot", "out.xyz"), "--plot 'out.xyz': must be a .png or .svg or .pdf file"),
         ((tmp_path / "none.txt",), "cannot be read"),
     ):
         refused = run(TINY, *args)
         assert (refused.exit_code, refused.stdout) == (2, ""), said
         assert refused.stderr.startswith("error: ") and refused.stderr.count("\n") == 1, said
         assert said in refused.stderr
+    assert not list(tmp_path.iterdir())
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert "--plot needs matplotlib" in run(TINY, text, "--plot", "out.png").stderr
 

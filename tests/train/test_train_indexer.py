@@ -153,6 +153,7 @@ def test_mistakes_are_one_line_and_leave_no_files(tmp_path):
     out = tmp_path / "gates.safetensors"
     for args, said in [
         (["--out", tmp_path / "no" / "gates"], "must be in an existing folder"),
+        (["--out", tmp_path], "must be a file, not a folder"),
         (["--out", out, "--steps", 0], "steps=0: must be at least 1"),
         (["--out", out, "--max-length", 9999], "must be at most 512 together"),
     ]:
