@@ -30,6 +30,7 @@ PREFIX = "model.layers.{}.self_attn.attn_gate."
 LINEAR = ("attngate_linear_q.weight", "attngate_linear_k.weight")
 NORMS = ("attngate_qnorm.weight", "attngate_knorm.weight")
 BLOCK = 64  # tokens; the published gates' size, if a file states none
+TYPES = tuple(np.dtype(x) for x in (jnp.float32, jnp.bfloat16, jnp.float16))
 _NAME = re.compile(r"model\.layers\.(0|[1-9]\d{0,4})\.self_attn\.attn_gate\.(.+)")
 
 
@@ -136,36 +137,43 @@ def read_indexer(read: Callable[[str], np.ndarray], names: Collection[str], wher
         where: the place of the tensors, for messages.
 
     Raises:
-        ValueError: there is no indexer, a layer lacks a tensor, or shapes do not fit together.
+        ValueError: there is no indexer, a layer lacks a tensor, a gate has other tensors, or shapes
+            or types do not fit.
     """
     layers = {int(found[1]) for name in names if (found := _NAME.fullmatch(name))}
     if not layers:
         raise ValueError(f"{where}: must hold {PREFIX.format(0)}{LINEAR[0]}, an indexer's weights")
-    normed = any(PREFIX.format(layer) + NORMS[0] in names for layer in layers)
-    kinds = (*LINEAR, *NORMS) if normed else LINEAR
+    given = {found[2] for name in names if (found := _NAME.fullmatch(name))}
+    if other := sorted(x for x in given - {*LINEAR, *NORMS} if x.startswith("attngate_")):
+        raise ValueError(f"{where}: must not hold {other[0]}, which gates have no place for")
+    kinds = (*LINEAR, *NORMS) if given & {*NORMS} else LINEAR
     of_layers: list[list[np.ndarray]] = []
     for layer in range(max(layers) + 1):
         wanted = [PREFIX.format(layer) + kind for kind in kinds]
         if missing := [name for name in wanted if name not in names]:
             raise ValueError(f"{where}: must hold {missing[0]}, as of the other layers")
         of_layers.append([read(name) for name in wanted])
-        _require_shapes(of_layers[0][0].shape, wanted, of_layers[layer], where)
+        _require_like(of_layers[0][0], wanted, of_layers[layer], where)
     q, k, *norms = (np.stack(each) for each in zip(*of_layers, strict=True))
     none = np.zeros((len(q), 2, q.shape[-1]), q.dtype)
     return Indexer(q, k, np.stack(norms, axis=1) if norms else none)
 
 
-def _require_shapes(
-    of_first: tuple[int, ...], names: list[str], tensors: list[np.ndarray], where: str
+def _require_like(
+    first: np.ndarray, names: list[str], tensors: list[np.ndarray], where: str
 ) -> None:
-    """Raises ValueError unless a layer's tensors have the shapes that layer 0's first implies."""
-    if len(of_first) != 4:
-        raise ValueError(f"{where}: {names[0]} must be [K, G, H, D], not {list(of_first)}")
-    heads, _, head_dim, size = of_first
-    wanted = of_first, (heads, 3 * head_dim, size), (size,), (size,)
+    """Raises ValueError unless a layer's tensors have the sizes of layer 0's first, and a type."""
+    if first.ndim != 4:
+        raise ValueError(f"{where}: {names[0]} must be [K, G, H, D], not {list(first.shape)}")
+    heads, _, head_dim, size = first.shape
+    wanted = first.shape, (heads, 3 * head_dim, size), (size,), (size,)
     for name, tensor, shape in zip(names, tensors, wanted, strict=False):
         if tensor.shape != shape:
             raise ValueError(f"{where}: {name} must be {list(shape)}, not {list(tensor.shape)}")
+        if tensor.dtype not in TYPES:
+            raise ValueError(
+                f"{where}: {name} must be in {', '.join(map(str, TYPES))}, not {tensor.dtype}"
+            )
 
 
 def require_fit(

@@ -5,6 +5,7 @@ import json
 import shutil
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -76,6 +77,13 @@ def test_file_keeps_the_block_and_the_record(tmp_path):
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float16])
+def test_file_keeps_types_of_16_bits(tmp_path, dtype):
+    made = Indexer(*(np.asarray(x).astype(dtype) for x in mean_indexer(2, 4, 2, 8)))
+    save_indexer(IndexerFile(made), tmp_path / "file")
+    assert all(x.dtype == dtype for x in load_indexer(str(tmp_path / "file")).indexer)
+
+
 def changed(name, value):
     """The published tensors with one replaced, or removed by None."""
     return {n: x for n, x in (published() | {name: value}).items() if x is not None}
@@ -88,6 +96,17 @@ REFUSED = [
     (changed(NORM1, None), f"must hold {NORM1}, as of the other layers"),
     (changed(K1, np.zeros((1, 2))), rf"{K1} must be \[.*\], not \[1, 2\]"),
     (changed(Q1, np.zeros((1, 2))), rf"{Q1} must be \[.*\], not \[1, 2\]"),
+    (changed(NORM1.replace("qnorm", "knorm"), None), "knorm.weight, as of the other layers"),
+    (
+        published(normed=False) | {GATE.format(0, "knorm"): np.ones(SIZE, np.float32)},
+        "must hold .*qnorm.weight, as of the other layers",
+    ),
+    (changed(K1, published()[K1].astype(np.int8)), f"{K1} must be in float32, .*, not int8"),
+    (changed(K1, published()[K1].astype(float)), f"{K1} must be in float32, .*, not float64"),
+    (
+        changed(Q1.replace("weight", "bias"), np.ones(SIZE, np.float32)),
+        "must not hold attngate_linear_q.bias, which gates have no place for",
+    ),
     (changed(GATE.format(0, "linear_q"), np.zeros(3)), r"must be \[K, G, H, D\], not \[3\]"),
 ]
 
