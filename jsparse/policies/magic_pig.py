@@ -116,6 +116,8 @@ def magic_pig(
     whole_number("recent", recent, 1)
     fraction("limit", limit)
     whole_number("seed", seed, 0)
+    if seed >= 2**63:
+        raise ValueError(f"seed={seed}: must be below 2**63")
     settings = Settings(bits, tables, sink, recent, limit, seed)
     return Policy(
         partial(select, settings),

@@ -241,6 +241,7 @@ def hashed_queries(settings: Settings, q, hashes: Hashes):
         ({"recent": 0}, "recent=0: must be an integer of at least 1"),
         ({"limit": 0.0}, "limit=0.0: must be a number above 0 and at most 1"),
         ({"seed": -1}, "seed=-1: must be an integer of at least 0"),
+        ({"seed": 2**63}, "seed=9223372036854775808: must be below"),
     ],
 )
 def test_wrong_arguments_are_refused(arguments, message):
