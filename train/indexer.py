@@ -95,13 +95,15 @@ def train_indexer(
     the measures on held-out batches, before and after training.
 
     Raises:
-        ValueError: the model is on several devices, or the texts have at most two blocks.
+        ValueError: the model is on several devices, or no held-out text has more than two blocks.
     """
     require_on_one_device(params)
-    if source.buckets[0] + source.target_tokens <= 2 * settings.block:
+    held_out = range(settings.steps, settings.steps + settings.held_out)
+    longest = max(int(texts(source, settings, nth)[1].max()) for nth in held_out)
+    if longest <= 2 * settings.block:
         raise ValueError(
-            f"max_length={source.buckets[-1]}: texts must have more than two blocks of "
-            f"{settings.block} tokens"
+            f"block={settings.block}: texts must have more than two blocks, but no held-out one "
+            f"has more than {longest} tokens"
         )
     shared = params.decoder, params.weights
     schedule = optax.warmup_cosine_decay_schedule(
@@ -120,7 +122,6 @@ def train_indexer(
         return loss, cast(Indexer, optax.apply_updates(indexer, updates)), state
 
     def measured(indexer: Indexer) -> dict[str, float]:
-        held_out = range(settings.steps, settings.steps + settings.held_out)
         batches = (texts(source, settings, nth) for nth in held_out)
         found = [_measured(*shared, indexer, *batch, settings) for batch in batches]
         named = zip(Measure._fields, zip(*found, strict=True), strict=True)

@@ -62,4 +62,8 @@ def train_indexer(options: TrainIndexerOptions) -> None:
         measured = made.record[name]
         print(f"{name}: KL {measured['loss']:.3f}, overlap {measured['overlap']:.0%}")
     print(f"{LEGEND}\n{made.record['seconds']:.0f} s of training.")
+    lines = source.settings.get("questions")
+    read = (options.steps + options.held_out) * options.batch
+    if lines is not None and read > lines:
+        print(f"Held-out texts are among those of training: {read} were read, of {lines}.")
     print(f"seer_attention({str(out)!r})")

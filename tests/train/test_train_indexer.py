@@ -1,5 +1,7 @@
 """Training of an indexer: its loss against a slow model of the paper, and what a toy learns."""
 
+import dataclasses
+import json
 from functools import partial
 
 import jax
@@ -128,8 +130,12 @@ def test_wrong_settings_are_refused(name):
 def test_wrong_rates_and_short_texts_are_refused():
     with pytest.raises(ValueError, match="rate=0: must be a finite number above 0"):
         Settings(rate=0)
-    with pytest.raises(ValueError, match="texts must have more than two blocks of 64 tokens"):
+    with pytest.raises(ValueError, match="block=64: .* more than two blocks, .* than 120 tokens"):
         train_indexer(tiny_params(num_layers=2), random_texts(), Settings())
+    short = random_texts(32)  # of questions, the contexts have a width of their own
+    source = dataclasses.replace(short, buckets=(60, 120))
+    with pytest.raises(ValueError, match="block=16: .* more than two blocks, .* than 32 tokens"):
+        train_indexer(tiny_params(num_layers=2), source, Settings(block=16))
 
 
 def run(*args):
@@ -147,6 +153,16 @@ def test_command_writes_gates_and_prints_their_policy(tmp_path):
     assert made.block == 32 and not np.any(made.indexer.norms)
     assert made.record["data"]["min_length"] == made.record["data"]["max_length"] == 180
     assert f"overlap {made.record['trained']['overlap']:.0%}" in ran.stdout
+
+
+def test_command_states_that_held_out_questions_were_trained_on(tmp_path):
+    context = "the cat sat on the mat and the dog ran to the red house. " * 4
+    line = {"context": context, "question": "who sat?", "answer": "the cat"}
+    (tmp_path / "file").write_text("\n".join([json.dumps(line)] * 4))
+    given = ["--out", tmp_path / "gates", "--questions", tmp_path / "file", "--max-length", 180]
+    ran = run(*given, "--block", 32, "--no-norm", "--steps", 1, "--held-out", 4)
+    assert ran.exit_code == 0, ran.output
+    assert "are among those of training: 5 were read, of 4." in ran.stdout
 
 
 def test_mistakes_are_one_line_and_leave_no_files(tmp_path):
