@@ -337,7 +337,9 @@ def _compiled(lowered: Any, of: Any = None) -> "Future[_Compiled]":
     # as bytecode, which has equal kernels once: text of 10 MB takes a second
     lowered.compiler_ir().operation.write_bytecode(module := BytesIO())
     digest = hashlib.sha256(module.getbuffer()).digest()
-    form = of, digest, lowered.in_tree, lowered.out_tree
+    # the text lacks unused arguments, whose shapes a call is checked against as well
+    shapes = tuple(jax.tree.leaves(lowered.in_avals))
+    form = of, digest, shapes, lowered.in_tree, lowered.out_tree
     with _changing:
         job = _compiling.get(form)
         if job is not None:

@@ -6,6 +6,7 @@ import sys
 import threading
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.stages import Lowered
 
@@ -56,6 +57,28 @@ def test_concurrent_programs_of_one_form_are_compiled_once(monkeypatch):
     assert job.result().program(x) == 2
     other = compilation._compiled(add.lower(x, named="a", more=2))
     assert other.result().program(x) == 3
+
+
+def test_unused_argument_of_another_shape_makes_another_program(monkeypatch):
+    """Models that differ in KV heads alone have the same first logits."""
+
+    @program
+    def add(x, unused):
+        return x + 1
+
+    x, others = jnp.float32(1), [np.zeros(size, np.float32) for size in (2, 3)]
+    first, second = (add.lower(x, unused) for unused in others)
+    jobs, compile_ = [], Lowered.compile
+
+    def compiling(lowered, *args):
+        if lowered is first:
+            jobs.append(compilation._compiled(second))
+        return compile_(lowered, *args)
+
+    monkeypatch.setattr(Lowered, "compile", compiling)
+    jobs.append(compilation._compiled(first))
+    for job, unused in zip(jobs, reversed(others), strict=True):
+        assert job.result(60).program(x, unused) == 2
 
 
 @pytest.mark.usefixtures("unknown_option")
