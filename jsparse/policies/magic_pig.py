@@ -20,7 +20,7 @@ Where we differ:
   and table (1 up to 8 bits), by default 300 next to the 512 of a bfloat16 key and value with
   H = 128. So this serves to study the quality, or for K and V in slow memory, as in the paper.
 - K and V are gathered for the union of a group's samples. If it exceeds the share `limit` of the
-  capacity, the KV head attends to everything: no sample is dropped.
+  row's tokens, the KV head attends to everything: no sample is dropped.
 - New tokens are hashed as well, with the prompt's mean, and can be sampled once they are older than
   the newest `recent`. The authors' code attends to all of them exactly.
 - The mean is that of all prompt keys but the sinks'; the authors' code leaves out the newest too.
@@ -50,6 +50,7 @@ from jsparse.cache import (
 from jsparse.hooks import PrefillView, State
 from jsparse.hyper_parameters import fraction, whole_number
 from jsparse.pallas_kernels.token_sparse_decode.listed_rows import products, weighted_sum
+from jsparse.policies.lfps import wanted
 from jsparse.policies.slot_sums import slot_sums
 from jsparse.policy import Policy, at_layer
 from jsparse.selection import MAX_BITS_PAGE, Selection, compact, pack_bits, window
@@ -104,8 +105,8 @@ def magic_pig(
         tables: L; more sample more tokens.
         sink: the number of first tokens that are attended to exactly.
         recent: the same for the newest.
-        limit: the largest share of the cache's capacity that the query heads of a KV head may
-            sample together; if they sample more, the KV head attends to everything.
+        limit: the largest share of a row's tokens that the query heads of a KV head may sample
+            together; if they sample more, the KV head attends to everything.
         seed: of the random hyperplanes, which all layers and heads share.
     """
     whole_number("bits", bits, 1)
@@ -193,7 +194,7 @@ def estimated(
     number = jnp.sum(either, axis=-1, dtype=jnp.int32)
     capacity = math.ceil(settings.limit * kv.capacity)
     ids, count = compact(either, capacity)
-    dense = number > capacity
+    dense = number > jnp.minimum(wanted(settings.limit, kv.lengths), capacity)
 
     valid = (jnp.arange(capacity) < count[..., None]) & ~dense[..., None]
     own = valid[:, :, None] & jnp.take_along_axis(sampled, ids[:, :, None], axis=3)

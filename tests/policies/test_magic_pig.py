@@ -78,7 +78,7 @@ def layer_of(rng):
 
 def hashes_of(settings, kv, k):
     """The hashes of a layer whose tokens were all in the prompt."""
-    spec = CacheSpec(1, 1, 4, 2, H, PAGE, SLOTS // PAGE, jnp.float32)
+    spec = CacheSpec(1, 1, 4, 2, H, PAGE, k.shape[1] // PAGE, jnp.float32)
     mean = jnp.mean(k[None, :, settings.sink : LENGTH], axis=2)
     empty = init(settings, spec)[0]._replace(mean=mean)
     return hashed(settings, empty, kv, k[None], kv.lengths[:, 0], jnp.zeros_like(kv.lengths))
@@ -122,17 +122,20 @@ def test_estimates_are_unbiased():
 
 
 def test_a_head_with_more_samples_than_the_limit_is_dense():
-    kv, k, _, q = layer_of(np.random.default_rng(2))
+    kv, k, v, q = layer_of(np.random.default_rng(2))
     settings, k = Settings(2, 4, sink=2, recent=4, limit=1.0, seed=0), np.float32(k)
     _, whole = select_of(settings, kv, k, q)
-    few, many = sorted(np.asarray(whole.attended)[0])
+    few, many = sorted(np.asarray(whole.attended)[0])  # of 60 tokens, in 64 slots
     assert few < many
-    limited = settings._replace(limit=float(few / SLOTS))
-    selection, summary = select_of(limited, kv, k, q)
+    limited = settings._replace(limit=float(few / LENGTH))
     dense = np.asarray(whole.attended)[0] == many
-    assert selection.dense is not None
-    np.testing.assert_array_equal(selection.dense[0], dense)
-    np.testing.assert_array_equal(summary.attended[0], np.where(dense, 0, few))
+    for more in (0, SLOTS):  # a row's samples do not depend on the capacity
+        wide = [np.pad(np.float32(x), ((0, 0), (0, more), (0, 0))) for x in (k, v)]
+        pages = (jnp.asarray(x.reshape(-1, PAGE, H)) for x in wide)
+        selection, summary = select_of(limited, LayerCache(*pages, kv.lengths), wide[0], q)
+        assert selection.dense is not None
+        np.testing.assert_array_equal(selection.dense[0], dense)
+        np.testing.assert_array_equal(summary.attended[0], np.where(dense, 0, few))
     o, lse, of_all = (np.asarray(x)[0] for x in (summary.o, summary.lse, whole.o))
     assert np.isneginf(lse.reshape(2, 2)[dense]).all()
     kept = np.repeat(~dense, 2)
