@@ -67,6 +67,7 @@ def test_continuations_are_sampled():
     assert drawn[0] != continued(prompt)
 
 
+@pytest.mark.slow
 def test_a_prompt_that_keeps_everything_continues_as_usual():
     params = tiny_params()
     whole = CachedPrompt(params, PROMPT, policy="ada_kv(budget=1000000)", room=ROOM)

@@ -196,6 +196,7 @@ def test_decoding_matches_the_slow_model():
         assert hashes.sampled > 0
 
 
+@pytest.mark.slow
 def test_many_tables_of_one_bit_equal_dense_attention():
     params = tiny_params(num_layers=2)
     dense = engine_logits(params, "dense", PROMPTS, FORCED, page_size=PAGE, max_length=64)

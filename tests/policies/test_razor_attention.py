@@ -11,6 +11,7 @@ import pytest
 import jsparse
 from jsparse.selection import window
 from jsparse.selection.attended import token_mask
+from tests.support.marks import slow_except
 from tests.support.slow_model import SlowModel, SlowRow, attend
 from tests.support.tiny import (
     assert_close,
@@ -46,7 +47,7 @@ def razor(row, prompt):
     return rule
 
 
-@pytest.mark.parametrize("page_size", [8, 64])
+@pytest.mark.parametrize("page_size", slow_except((8, 64), 8))
 def test_decoding_matches_the_slow_model(page_size):
     """Windows of a quarter of the prompt and of 5 tokens, and prompts without dropped tokens."""
     prompts, forced = random_prompts((37, 18, 7, 1)), random_tokens(4, STEPS)
@@ -63,6 +64,7 @@ def test_decoding_matches_the_slow_model(page_size):
     assert np.abs(dense - expected).max() > 0.01 * np.abs(expected).max()
 
 
+@pytest.mark.slow
 def test_gates_of_all_heads_are_dense_attention():
     prompts, forced = random_prompts((37, 18)), random_tokens(2, STEPS)
     policy = jsparse.razor_attention(np.ones((3, 2)), sink=1, recent=1, share=0.0)

@@ -96,6 +96,7 @@ def test_decoding_matches_the_slow_model(found, row):
     assert_close(found[:, row], np.array(expected), rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_all_channels_and_chunks_equal_dense_attention():
     """With rows above the budget, so that keys are restored."""
     policy = shadow_kv(budget=27, rank=2**20, chunk=CHUNK, outliers=12, recent=RECENT)

@@ -155,6 +155,7 @@ def test_command_writes_gates_and_prints_their_policy(tmp_path):
     assert f"overlap {made.record['trained']['overlap']:.0%}" in ran.stdout
 
 
+@pytest.mark.slow
 def test_command_states_that_held_out_questions_were_trained_on(tmp_path):
     context = "the cat sat on the mat and the dog ran to the red house. " * 4
     line = {"context": context, "question": "who sat?", "answer": "the cat"}
