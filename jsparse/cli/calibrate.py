@@ -7,7 +7,14 @@ from typing import Annotated
 from typer import Option
 
 from jsparse.cli.console import Bars
-from jsparse.cli.options import DtypeOption, ModelOption, RevisionOption, read_text, takes_model
+from jsparse.cli.options import (
+    DtypeOption,
+    ModelOption,
+    RevisionOption,
+    read_text,
+    require_writable,
+    takes_model,
+)
 
 
 @takes_model
@@ -29,7 +36,7 @@ def calibrate_channels(
 
     Example: jsparse calibrate-channels --text book.txt --out heavy.safetensors
     """
-    _require_folder(out)
+    require_writable("--out", out)
     from jsparse.evaluation import channel_calibration
     from jsparse.models.checkpoint import load
     from jsparse.policies import channel_ranking
@@ -79,7 +86,7 @@ def calibrate_heads(
 
     Example: jsparse calibrate-heads --model smollm2 --out heads.safetensors
     """
-    _require_folder(out)
+    require_writable("--out", out)
     from jsparse.evaluation import head_calibration
     from jsparse.models.checkpoint import load
     from jsparse.policies import head_gates
@@ -98,9 +105,3 @@ def calibrate_heads(
     head_gates.save(gates, out)
     print(f"{gates.retrieval.sum()} of {gates.retrieval.size} KV heads are retrieval heads:")
     print(f"razor_attention({str(out)!r})")
-
-
-def _require_folder(out: Path) -> None:
-    """Raises ValueError unless a file can be created there."""
-    if not out.parent.is_dir():
-        raise ValueError(f"--out {str(out)!r}: must be in an existing folder")

@@ -26,7 +26,7 @@ from jsparse.cache.key_constants import (
 )
 from jsparse.hooks import PrefillView, State
 from jsparse.machine.jax_settings import own_settings
-from jsparse.models.checkpoint import Params, require_on_one_device
+from jsparse.models.checkpoint import Params, require_on_one_device, require_params
 from jsparse.policies.channel_ranking import Ranking
 from jsparse.policy import Policy, at_layer
 from jsparse.runtime import capacity, chunk_attention
@@ -54,6 +54,7 @@ def calibrate_channels(
         ValueError: a prompt is malformed, or leaves no room for one more token in the model's
             context, or in memory.
     """
+    require_params(params)
     require_on_one_device(params)
     rows, _ = prompts.encode(params, prompt)
     spec = cache_spec(params, rows, 1, None, 16)._replace(batch=1)

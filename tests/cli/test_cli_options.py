@@ -69,6 +69,18 @@ def test_two_models_are_refused():
         ), command
 
 
+def test_files_that_cannot_be_written_are_refused_first(tmp_path):
+    text = ["--text", "x"]
+    for command in ("train-indexer", "calibrate-channels", "calibrate-heads"):
+        needed = text if command == "calibrate-channels" else []
+        for out, rule in (
+            (tmp_path, "must be a file, not a folder"),
+            (tmp_path / "no" / "file", "must be in an existing folder"),
+        ):
+            ran = run(command, "no-model", *needed, "--out", out)
+            assert (ran.exit_code, ran.stderr) == (2, f"error: --out {str(out)!r}: {rule}\n")
+
+
 def test_model_is_an_argument_or_an_option():
     seen = []
     for given, taken in [
