@@ -8,6 +8,25 @@ from typer import Option
 
 from jsparse.cli.options import DtypeOption, ModelOption, RevisionOption
 
+# options of every command that trains on texts
+HeldOutOption = Annotated[
+    int, Option(help="Number of held-out batches on which the result is measured.")
+]
+TextOption = Annotated[
+    Path | None,
+    Option(help="UTF-8 text file to hide pass keys in, instead of the built-in text."),
+]
+QuestionsOption = Annotated[
+    Path | None,
+    Option(
+        help='File to train on instead of pass keys, with lines of {"context": …, '
+        '"question": …, "answer": …}.'
+    ),
+]
+NeedlesOption = Annotated[int | None, Option(help="Pass keys per text; the default is 10.")]
+WordsOption = Annotated[int | None, Option(help="Words per pass key; the default is 32.")]
+AskedOption = Annotated[int | None, Option(help="Pass keys to recite; the default is 2.")]
+
 
 @dataclass(frozen=True)
 class TrainGatesOptions:
@@ -73,27 +92,16 @@ class TrainGatesOptions:
     seeds: Annotated[
         int, Option(help="Number of training runs side by side, on the same samples.")
     ] = 1
-    held_out: Annotated[
-        int, Option(help="Number of held-out batches on which the result is measured.")
-    ] = 16
-    text: Annotated[
-        Path | None,
-        Option(help="UTF-8 text file to hide pass keys in, instead of the built-in text."),
-    ] = None
-    questions: Annotated[
-        Path | None,
-        Option(
-            help='File to train on instead of pass keys, with lines of {"context": …, '
-            '"question": …, "answer": …}.'
-        ),
-    ] = None
+    held_out: HeldOutOption = 16
+    text: TextOption = None
+    questions: QuestionsOption = None
     min_length: Annotated[
         int | None, Option(help="Shortest context of pass keys, in tokens; the default is 1024.")
     ] = None
     max_length: Annotated[int, Option(help="Longest context, in tokens.")] = 7680
-    needles: Annotated[int | None, Option(help="Pass keys per context; the default is 10.")] = None
-    words: Annotated[int | None, Option(help="Words per pass key; the default is 32.")] = None
-    asked: Annotated[int | None, Option(help="Pass keys to recite; the default is 2.")] = None
+    needles: NeedlesOption = None
+    words: WordsOption = None
+    asked: AskedOption = None
     seed: Annotated[int, Option(help="Random seed of the samples.")] = 0
     save_every: Annotated[int, Option(help="Number of steps between checkpoints.")] = 200
     resume: Annotated[

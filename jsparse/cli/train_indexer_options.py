@@ -7,6 +7,14 @@ from typing import Annotated
 from typer import Option
 
 from jsparse.cli.options import DtypeOption, ModelOption, RevisionOption, WeightsOption
+from jsparse.cli.train_gates_options import (
+    AskedOption,
+    HeldOutOption,
+    NeedlesOption,
+    QuestionsOption,
+    TextOption,
+    WordsOption,
+)
 
 
 @dataclass(frozen=True)
@@ -20,28 +28,17 @@ class TrainIndexerOptions:
     rate: Annotated[float, Option(help="AdamW learning rate.")] = 1e-3
     block: Annotated[int, Option(help="Tokens per block, a multiple of the page size.")] = 64
     norm: Annotated[bool, Option(help="Normalise gate queries and gate keys.")] = True
-    held_out: Annotated[
-        int, Option(help="Number of held-out batches on which the result is measured.")
-    ] = 4
-    text: Annotated[
-        Path | None,
-        Option(help="UTF-8 text file to hide pass keys in, instead of the built-in text."),
-    ] = None
-    questions: Annotated[
-        Path | None,
-        Option(
-            help='File to train on instead of pass keys, with lines of {"context": …, '
-            '"question": …, "answer": …}.'
-        ),
-    ] = None
+    held_out: HeldOutOption = 4
+    text: TextOption = None
+    questions: QuestionsOption = None
     min_length: Annotated[
         int | None,
         Option(help="Shortest text with pass keys, in tokens; the default is --max-length."),
     ] = None
     max_length: Annotated[int, Option(help="Longest text, in tokens.")] = 4096
-    needles: Annotated[int | None, Option(help="Pass keys per text; the default is 10.")] = None
-    words: Annotated[int | None, Option(help="Words per pass key; the default is 32.")] = None
-    asked: Annotated[int | None, Option(help="Pass keys to recite; the default is 2.")] = None
+    needles: NeedlesOption = None
+    words: WordsOption = None
+    asked: AskedOption = None
     seed: Annotated[int, Option(help="Random seed of the texts and of the gates.")] = 0
     dtype: DtypeOption = None
     weights: WeightsOption = None
