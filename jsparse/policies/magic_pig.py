@@ -45,17 +45,17 @@ from jsparse.cache import (
     read_pages,
     read_slots,
     rounded,
-    taking_part,
 )
 from jsparse.hooks import PrefillView, State
 from jsparse.hyper_parameters import fraction, whole_number
 from jsparse.pallas_kernels.token_sparse_decode.listed_rows import products, weighted_sum
 from jsparse.policies.lfps import wanted
+from jsparse.policies.sidecars import sidecar
 from jsparse.policies.slot_sums import slot_sums
 from jsparse.policy import Policy, at_layer
 from jsparse.selection import MAX_BITS_PAGE, Selection, compact, pack_bits, window
 from jsparse.selection.partials import Summary, softmax_partial
-from jsparse.shapes import ChunkKV, Lengths, Queries, Rows, Tokens
+from jsparse.shapes import ChunkKV, Lengths, Queries, Rows
 
 AT_LEAST = 2  # tables in which a sampled token's code equals the query's
 FLOOR = 1e-4  # added to u, as in the authors' code: bounds the weight of an unlikely sample
@@ -120,28 +120,25 @@ def magic_pig(
     if seed >= 2**63:
         raise ValueError(f"seed={seed}: must be below 2**63")
     settings = Settings(bits, tables, sink, recent, limit, seed)
+    hashes = sidecar(partial(no_hashes, settings), partial(taken_in, settings))
     return Policy(
         partial(select, settings),
-        init=partial(init, settings),
+        init=hashes.init,
         prefill=partial(prefill, settings),
-        append=partial(append, settings),
+        append=hashes.append,
         # pages hold codes relative to a row's own mean, which other rows could not use
         shares=None,
         reads=0,
     )
 
 
-def init(settings: Settings, spec: CacheSpec) -> State:
-    """Returns empty hashes."""
-    codes = jnp.uint8 if settings.bits <= 8 else jnp.uint16
-    slots = spec.pages, spec.page_size
-    return tuple(
-        Hashes(
-            jnp.zeros((spec.batch, spec.num_kv_heads, spec.head_dim), jnp.float32),
-            jnp.zeros((*slots, settings.tables), codes),
-            jnp.zeros(slots, jnp.float32),
-        )
-        for _ in range(spec.num_layers)
+def no_hashes(settings: Settings, spec: CacheSpec) -> Hashes:
+    """Returns a layer's empty hashes."""
+    codes, slots = jnp.uint8 if settings.bits <= 8 else jnp.uint16, (spec.pages, spec.page_size)
+    return Hashes(
+        jnp.zeros((spec.batch, spec.num_kv_heads, spec.head_dim), jnp.float32),
+        jnp.zeros((*slots, settings.tables), codes),
+        jnp.zeros(slots, jnp.float32),
     )
 
 
@@ -156,21 +153,11 @@ def prefill(settings: Settings, state: State, layer: int, view: PrefillView) -> 
     return at_layer(state, layer, hashes)
 
 
-def append(
-    settings: Settings,
-    state: State,
-    layer: int,
-    k: ChunkKV,
-    v: ChunkKV,
-    tokens: Tokens,
-    positions: Tokens,
-    view: StepView,
-) -> State:
+def taken_in(
+    settings: Settings, hashes: Hashes, kv: LayerCache, k: ChunkKV, valid: Rows, first: Lengths
+) -> Hashes:
     """Hashes new tokens, centred by the prompt's mean key."""
-    kv, valid = view.layers[layer], taking_part(view, k.shape[1])
-    rows = rounded(kv.k, k.swapaxes(1, 2))
-    hashes = hashed(settings, state[layer], kv, rows, valid, kv.lengths - valid[:, None])
-    return at_layer(state, layer, hashes)
+    return hashed(settings, hashes, kv, rounded(kv.k, k.swapaxes(1, 2)), valid, first)
 
 
 def select(settings: Settings, state: State, layer: int, q: Queries, view: StepView):

@@ -19,8 +19,8 @@ from jsparse.policies.magic_pig import (
     estimated,
     hashed,
     in_blocks,
-    init,
     magic_pig,
+    no_hashes,
     sampling_probability,
 )
 from jsparse.selection import nothing
@@ -80,7 +80,7 @@ def hashes_of(settings, kv, k):
     """The hashes of a layer whose tokens were all in the prompt."""
     spec = CacheSpec(1, 1, 4, 2, H, PAGE, k.shape[1] // PAGE, jnp.float32)
     mean = jnp.mean(k[None, :, settings.sink : LENGTH], axis=2)
-    empty = init(settings, spec)[0]._replace(mean=mean)
+    empty = no_hashes(settings, spec)._replace(mean=mean)
     return hashed(settings, empty, kv, k[None], kv.lengths[:, 0], jnp.zeros_like(kv.lengths))
 
 
