@@ -110,7 +110,7 @@ class Params:
     @property
     def decoder(self) -> Decoder:
         """The decoder of these weights."""
-        return Decoder(self.config, self.dtype, self.quantized)
+        return Decoder(self.config, self.dtype)
 
 
 class _Rest:

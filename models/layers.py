@@ -38,7 +38,6 @@ class MLP(nn.Module):
 
     intermediate_size: int
     eps: float
-    quantized: bool = False
 
     @nn.compact
     def __call__(
@@ -47,7 +46,7 @@ class MLP(nn.Module):
         delta: Delta | None,
         scale: Float[Array, "D"],
     ) -> tuple[Float[Array, "B T D"], Delta]:
-        of_kind, width = partial(Dense, dtype=x.dtype, quantized=self.quantized), x.shape[-1]
+        of_kind, width = partial(Dense, dtype=x.dtype), x.shape[-1]
         gate_up = of_kind(2 * self.intermediate_size, name="gate_up")(width)
         down = of_kind(width, name="down")(self.intermediate_size)
         x, both = gate_up.after_norm(x, delta, scale, self.eps)

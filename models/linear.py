@@ -1,7 +1,8 @@
 """A model's linear maps, fused with the op before them where possible.
 
-Their weights are matrices [in, out], or 8-bit blocks [out, in] (jsparse.models.quantized). Maps
-have methods for a preceding norm or gate, since some kernels fuse both.
+Their weights are matrices [in, out], or [out, in] in blocks
+(jsparse.pallas_kernels.weight_blocks). Maps have methods for a preceding norm or gate, since some
+kernels fuse both.
 """
 
 from dataclasses import dataclass
@@ -12,7 +13,6 @@ from jaxtyping import Array, Float
 
 from jsparse.heads import rms_norm
 from jsparse.models.parameters import parameter
-from jsparse.models.quantized import empty
 from jsparse.pallas_kernels.gated_product import gated_product
 from jsparse.pallas_kernels.linear import Matrix, product
 from jsparse.pallas_kernels.norm_product import norm_product
@@ -41,7 +41,7 @@ def add_and_norm(
 class Linear:
     """The map x · W + b, in parts for the caller to add if `in_parts` (jsparse.parts).
 
-    W is [in, out], or [out, in] in 8-bit blocks.
+    W is [in, out], or [out, in] in blocks.
     """
 
     matrix: Matrix
@@ -76,11 +76,10 @@ class Linear:
 
 
 class Dense(nn.Module):
-    """The weights of a linear map: blocks if `quantized`, else of `dtype`."""
+    """The weights of a linear map, of `dtype` or in blocks."""
 
     features: int
     dtype: Any
-    quantized: bool = False
     use_bias: bool = False
 
     @nn.compact
@@ -89,9 +88,6 @@ class Dense(nn.Module):
         bias = None
         if self.use_bias:
             bias = parameter(self, "bias", nn.initializers.zeros, (self.features,), self.dtype)
-        if self.quantized:
-            matrix = parameter(self, "kernel", empty(self.features, width))
-        else:
-            of_kind, shape = nn.initializers.lecun_normal(), (width, self.features)
-            matrix = parameter(self, "kernel", of_kind, shape, self.dtype)
+        of_kind, shape = nn.initializers.lecun_normal(), (width, self.features)
+        matrix = parameter(self, "kernel", of_kind, shape, self.dtype)
         return Linear(matrix, bias)

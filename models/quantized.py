@@ -1,7 +1,6 @@
-"""Converts matrices to 8-bit blocks, GGUF's Q8_0.
+"""Makes matrices in blocks (jsparse.pallas_kernels.weight_blocks): converted to Q8_0, or random.
 
-Activations keep their type (W8A16). A matrix is a dict of two arrays
-(jsparse.pallas_kernels.weight_blocks).
+Activations keep their type.
 """
 
 from collections.abc import Callable
@@ -12,12 +11,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float16
 
-from jsparse.pallas_kernels.weight_blocks import BLOCK, Blocks
+from jsparse.pallas_kernels.weight_blocks import BLOCK, FORMS, SUPER, Blocks, Form
+
+FormAt = Callable[[str], Form | None]
 
 LARGEST, TRIED = 127, 32
 LEAST = 2.0**-24  # the smallest scale in float16
-# of a normal distribution of deviation 1, spread evenly over the integers
-_RANDOM_SCALE = 1 / 73.3
 
 
 @jax.jit
@@ -58,17 +57,45 @@ def _wide(scales: Float16[Array, "*n"]) -> Float[Array, "*n 1"]:
     return scales.astype(jnp.float32)[..., None]
 
 
-def empty(out: int, width: int) -> Callable[[Array], Blocks]:
-    """Returns an initialiser for a parameter of this shape."""
-    return lambda _: {
-        "values": jnp.zeros((out, width), jnp.int8),
-        "scales": jnp.zeros((width // BLOCK, out), jnp.float16),
-    }
+def plain(path: str) -> Form | None:
+    """Returns None: a `FormAt` for weights without blocks."""
 
 
-@partial(jax.jit, static_argnames=("shape", "dtype"))
-def random_part(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
-    """Returns random values or scales, for numbers with a deviation of 0.02."""
-    if dtype == jnp.int8:
-        return jax.random.randint(key, shape, -LARGEST, LARGEST + 1, jnp.int8)
-    return jnp.full(shape, 0.02 * _RANDOM_SCALE, dtype)
+def all_q8_0(path: str) -> Form | None:
+    """Returns the format of matrices in Q8_0; a `FormAt`."""
+    return FORMS["q8_0"] if is_matrix(path) else None
+
+
+def is_matrix(path: str) -> bool:
+    """Returns whether the weight at a path is a matrix, which may be stored in blocks."""
+    return path == "embed" or is_transposed(path)
+
+
+def is_transposed(path: str) -> bool:
+    """Returns whether the weight at a path is a linear map, which is [in, out] unless in blocks."""
+    return path.endswith("kernel") or path == "lm_head"
+
+
+def spec_at(path: str, leaf: Any, form_at: FormAt) -> Any:
+    """Returns the spec of the weight at a path, or of its arrays by name if it is in blocks."""
+    form = form_at(path) if is_matrix(path) else None
+    return leaf if form is None else form.arrays(*leaf.shape[:: -1 if is_transposed(path) else 1])
+
+
+@partial(jax.jit, static_argnames=("name", "shape", "form"))
+def random_part(key: Array, name: str, shape: tuple[int, ...], form: Form) -> Array:
+    """Returns a random array of a matrix in blocks, for numbers with a deviation of about 0.02."""
+    spec, codes = form.arrays(BLOCK, SUPER)[name], 1 << form.bits
+    if name in ("values", "high"):
+        bits = jax.random.bits(key, shape, jnp.uint8)
+        if form.floats:  # in [-1.875, 1.875], without subnormal numbers
+            return jax.lax.bitcast_convert_type((bits & 0x87) | 0x38, spec.dtype)
+        return jax.lax.bitcast_convert_type(bits, spec.dtype)
+    integers = {"scales": 32, "mins": 32} if form.supers else {"mins": codes // 2}
+    if name in integers:
+        return jnp.full(shape, integers[name], spec.dtype)
+    deviation = 1.4 if form.floats else codes / 12**0.5
+    scale = 0.02 / deviation / (integers["scales"] if form.supers else 1)
+    if name == "super_mins":  # half the codes' range
+        scale *= codes / 2
+    return jnp.full(shape, scale, spec.dtype)

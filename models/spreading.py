@@ -70,8 +70,8 @@ class Spreading:
         ends, ranks = self._ends(names), self.mesh.size
         if ends is None:
             return [whole] * ranks
-        # integers in blocks are [out, in], all others [in, out]
-        summed, out = (1, 0) if names[-1] == "values" else (0, -1)
+        # codes of blocks are [out, in], all others [in, out]
+        summed, out = (1, 0) if names[-1] in ("values", "high") else (0, -1)
         if "o" in names or "down" in names:
             return jnp.split(whole, ranks, axis=summed)
         kinds = [jnp.split(kind, ranks, axis=out) for kind in jnp.split(whole, ends, axis=out)]

@@ -6,11 +6,11 @@ callables, so the decoder depends neither on the cache nor on how much of it is 
 fuses the rotation of q and k with other work also passes `rotate(layer, heads) -> q, k, v`.
 
 Weights are a plain pytree. The q, k and v projections are one matrix [in, out] with columns ordered
-q | k | v, and likewise gate | up. In 8-bit blocks, matrices are [out, in], and these are rows.
+q | k | v, and likewise gate | up. Matrices in blocks (jsparse.pallas_kernels.weight_blocks) are
+[out, in].
 """
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
@@ -31,9 +31,9 @@ from jsparse.models.layers import (
 )
 from jsparse.models.linear import Delta, Dense, add_and_norm
 from jsparse.models.parameters import parameter
-from jsparse.models.quantized import empty, random_part
+from jsparse.models.quantized import FormAt, plain, random_part, spec_at
 from jsparse.pallas_kernels.quantized_product import quantized_product
-from jsparse.pallas_kernels.weight_blocks import Blocks, dequantized
+from jsparse.pallas_kernels.weight_blocks import dequantized, is_blocks, out_axis, rows_of
 from jsparse.shapes import ChunkKV, ChunkQueries
 
 Weights = dict[str, Any]
@@ -57,7 +57,6 @@ class Attention(nn.Module):
 
     config: ModelConfig
     layer: int
-    quantized: bool
 
     @nn.compact
     def __call__(
@@ -69,7 +68,7 @@ class Attention(nn.Module):
         attend: AttendFn,
         rotate: RotateFn,
     ) -> tuple[Float[Array, "B T D"], Delta]:
-        c, of_kind = self.config, partial(Dense, dtype=x.dtype, quantized=self.quantized)
+        c, of_kind = self.config, partial(Dense, dtype=x.dtype)
         shape = (*x.shape[:2], c.num_heads + 2 * c.num_kv_heads, c.head_dim)
         project = of_kind(shape[2] * shape[3], use_bias=c.qkv_bias, name="qkv")(c.hidden_size)
         x, qkv = project.after_norm(x, delta, scale, c.rms_norm_eps, in_parts=True)
@@ -88,7 +87,6 @@ class Block(nn.Module):
 
     config: ModelConfig
     layer: int
-    quantized: bool
 
     @nn.compact
     def __call__(
@@ -99,10 +97,10 @@ class Block(nn.Module):
         attend: AttendFn,
         rotate: RotateFn,
     ) -> tuple[Float[Array, "B T D"], Delta]:
-        c, kind = self.config, self.quantized
+        c = self.config
         norm = partial(Scale, c.hidden_size, x.dtype)
-        attention = Attention(c, self.layer, kind, name="attention")
-        mlp = MLP(c.intermediate_size, c.rms_norm_eps, kind, name="mlp")
+        attention = Attention(c, self.layer, name="attention")
+        mlp = MLP(c.intermediate_size, c.rms_norm_eps, name="mlp")
         x, delta = attention(x, delta, norm(name="attention_norm")(), table, attend, rotate)
         return mlp(x, delta, norm(name="mlp_norm")())
 
@@ -110,26 +108,22 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """The model from token ids to hidden states and logits; see `hidden_states` and `to_logits`.
 
-    `dtype` is that of weights and activations; `quantized`: 8-bit blocks.
+    `dtype` is that of activations and of weights that are not in blocks.
     """
 
     config: ModelConfig
     dtype: Any = jnp.float32
-    quantized: bool = False
 
     def setup(self) -> None:
         c = self.config
-        self.embed = self._matrix("embed", c.vocab_size, c.hidden_size)
-        self.layers = [Block(c, layer, self.quantized) for layer in range(c.num_layers)]
+        self.embed: Any = self._matrix("embed", c.vocab_size, c.hidden_size)
+        self.layers = [Block(c, layer) for layer in range(c.num_layers)]
         self.final_norm = Scale(c.hidden_size, self.dtype)
         if not c.tie_word_embeddings:
             columns = c.vocab_size // c.vocab_parts(ranks.count())
-            self.lm_head = self._matrix("lm_head", c.hidden_size, columns)
+            self.lm_head: Any = self._matrix("lm_head", c.hidden_size, columns)
 
     def _matrix(self, name: str, *shape: int) -> Any:
-        if self.quantized:
-            columns = self.config.hidden_size
-            return parameter(self, name, empty(math.prod(shape) // columns, columns))
         return parameter(self, name, nn.initializers.normal(0.02), shape, self.dtype)
 
     def hidden(
@@ -140,9 +134,8 @@ class Decoder(nn.Module):
         rotate: RotateFn = rotated,
     ) -> Float[Array, "B T D"]:
         """Returns the last layer's normalised hidden states."""
-        if self.quantized:
-            of, own = tokens.reshape(-1), self.embed
-            rows: Blocks = {"values": own["values"][of], "scales": own["scales"][:, of]}
+        if is_blocks(self.embed):
+            rows = rows_of(self.embed, tokens.reshape(-1))
             x = dequantized(rows, self.dtype).reshape(*tokens.shape, -1)
         else:
             x = self.embed[tokens]
@@ -158,7 +151,7 @@ class Decoder(nn.Module):
         words = self.embed if tied else self.lm_head
         if tied and parts:
             words = own_rows(words)
-        if self.quantized:
+        if is_blocks(words):
             logits = quantized_product(hidden, words, dtype=jnp.float32)
         elif tied:
             logits = jnp.einsum("...d,vd->...v", hidden, words, preferred_element_type=jnp.float32)
@@ -172,10 +165,9 @@ class Decoder(nn.Module):
 
 def own_rows(words: Any) -> Any:
     """Returns a rank's rows of the embedding."""
-    if not isinstance(words, Mapping):
+    if not is_blocks(words):
         return ranks.own_part(words, 0)
-    axes = {"values": 0, "scales": 1}
-    return {name: ranks.own_part(words[name], axis) for name, axis in axes.items()}
+    return {name: ranks.own_part(words[name], out_axis(name)) for name in words}
 
 
 def hidden_states(
@@ -198,16 +190,23 @@ def to_logits(
     return cast(Array, decoder.apply(weights, hidden, method="logits"))
 
 
-def weight_shapes(config: ModelConfig, dtype: Any, *, quantized: bool = False) -> Weights:
-    """Returns the tree that a loader must fill, with a jax.ShapeDtypeStruct per array."""
+def weight_shapes(config: ModelConfig, dtype: Any, form_at: FormAt = plain) -> Weights:
+    """Returns the tree of weights, with a jax.ShapeDtypeStruct per array.
+
+    `form_at` returns the format of the matrix at a path, or None if it has numbers of `dtype`.
+    """
     tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
 
     def init(tokens):
-        return Decoder(config, dtype, quantized).init(
+        return Decoder(config, dtype).init(
             jax.random.key(0), tokens, tokens, lambda layer, q, k, v: q
         )
 
-    return jax.eval_shape(init, tokens)
+    def shaped(path: Any, leaf: Any) -> Any:
+        return spec_at("/".join(entry.key for entry in path), leaf, form_at)
+
+    params = jax.eval_shape(init, tokens)["params"]
+    return {"params": jax.tree.map_with_path(shaped, params)}
 
 
 def random_weights(
@@ -215,23 +214,26 @@ def random_weights(
     dtype: Any,
     seed: int = 0,
     *,
-    quantized: bool = False,
+    form_at: FormAt = plain,
     place: Callable[[str, Array], Array] = lambda _, whole: whole,
 ) -> Weights:
     """Returns random weights of the real shapes, for measuring speed and memory.
 
-    Matrices have a deviation of 0.02, and norms are 1. `place` receives each array with its path,
-    before the next one is made, and returns the part to keep.
+    Matrices have a deviation of about 0.02, and norms are 1. `place` receives each array with its
+    path, before the next one is made, and returns the part to keep.
     """
-    shapes = weight_shapes(config, dtype, quantized=quantized)["params"]
+    shapes = weight_shapes(config, dtype, form_at)["params"]
     paths, tree = jax.tree.flatten_with_path(shapes)
     keys = jax.random.split(jax.random.key(seed), len(paths))
     made = []
     for key, (path, leaf) in zip(keys, paths, strict=True):
-        of_blocks = path[-1].key in Blocks.__annotations__
-        random = random_part if of_blocks else random_weight
-        whole = random(key, leaf.shape, leaf.dtype)
-        made.append(place("/".join(entry.key for entry in path), whole))
+        *parents, name = (entry.key for entry in path)
+        form = form_at("/".join(parents))
+        if form is None:
+            whole = random_weight(key, leaf.shape, leaf.dtype)
+        else:
+            whole = random_part(key, name, leaf.shape, form)
+        made.append(place("/".join([*parents, name]), whole))
     return {"params": jax.tree.unflatten(tree, made)}
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from jsparse.machine import memory
 from jsparse.models.config import ModelConfig
 from jsparse.models.families import Names
-from jsparse.models.quantized import to_blocks
+from jsparse.models.quantized import is_matrix, is_transposed, to_blocks
 from jsparse.models.spreading import Spreading
 from jsparse.models.transformer import Weights
 from jsparse.pallas_kernels.weight_blocks import BLOCK, Blocks
@@ -66,12 +66,12 @@ class Weight(NamedTuple):
     @property
     def is_matrix(self) -> bool:
         """Whether it is a matrix, which may be stored in 8-bit blocks."""
-        return self.path == "embed" or self.transposed
+        return is_matrix(self.path)
 
     @property
     def transposed(self) -> bool:
         """Whether it is a linear map, which the decoder needs as [in, out]."""
-        return self.path.endswith("kernel") or self.path == "lm_head"
+        return is_transposed(self.path)
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -58,7 +58,8 @@ def _fields(value: Any, kinds: tuple[Any, ...]) -> Iterator[tuple[str, Any, Any]
     """Yields name, value and annotation of the fields of a NamedTuple, dataclass or TypedDict."""
     if isinstance(value, Mapping):
         for kind in filter(is_typeddict, kinds):
-            yield from ((name, value[name], hint) for name, hint in _hints(kind).items())
+            hints = _hints(kind).items()
+            yield from ((name, value[name], hint) for name, hint in hints if name in value)
     elif hasattr(value, "_fields") or is_dataclass(value):
         hints = _hints(type(value))
         yield from ((name, getattr(value, name), hint) for name, hint in hints.items())

@@ -8,6 +8,7 @@ from jsparse.pallas_kernels.checked import checked
 from jsparse.pallas_kernels.dispatch import Backend, run
 from jsparse.pallas_kernels.gated_product import reference
 from jsparse.pallas_kernels.linear.api import Matrix, check_product, no_one_launch, product
+from jsparse.pallas_kernels.weight_blocks import width_of
 from jsparse.parts import total
 
 
@@ -63,9 +64,9 @@ def gated_product(
     Raises:
         ValueError: shapes or types do not match, or the named implementation cannot run here.
     """
-    width = matrix["values"].shape[1] if isinstance(matrix, Mapping) else len(matrix)
+    width = width_of(matrix) if isinstance(matrix, Mapping) else len(matrix)
     if gate_up.shape[-1] != 2 * width:
         raise ValueError(f"gate_up.shape={gate_up.shape}: the last axis must be 2 · {width}")
-    check_product(matrix, bias, gate_up=gate_up)
+    check_product(matrix, bias, width, gate_up=gate_up)
     y = run("gated_product", implementation, BACKENDS, gate_up, matrix, bias)
     return y if in_parts else total(y, gate_up.ndim, gate_up.dtype)

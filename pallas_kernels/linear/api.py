@@ -15,7 +15,7 @@ from jsparse.pallas_kernels.quantized_product.reference import (
 )
 from jsparse.pallas_kernels.skinny_product import skinny_product
 from jsparse.pallas_kernels.skinny_product.api import no_row_product
-from jsparse.pallas_kernels.weight_blocks import Blocks
+from jsparse.pallas_kernels.weight_blocks import FORMS, Blocks, form_of
 
 Matrix = Float[Array, "in out"] | Blocks
 
@@ -34,7 +34,7 @@ def product(
     """
     if not isinstance(matrix, Mapping):
         return skinny_product(x, matrix, bias, in_parts=in_parts)
-    check_product(matrix, bias, x=x)
+    check_product(matrix, bias, x.shape[-1], x=x)
     y = quantized_product(x, matrix, in_parts=in_parts and bias is None)
     return y if bias is None else y + bias
 
@@ -52,10 +52,12 @@ def plain_product(
     return y if bias is None else y + bias
 
 
-def check_product(matrix: Matrix, bias: Float[Array, "out"] | None, **rows: Any) -> None:
-    """Raises ValueError if dtypes differ from the rows', or if blocks lack scales."""
+def check_product(
+    matrix: Matrix, bias: Float[Array, "out"] | None, columns: int, **rows: Any
+) -> None:
+    """Raises ValueError if dtypes differ from the rows', or blocks do not match or fit them."""
     if isinstance(matrix, Mapping):
-        check_blocks(matrix)
+        check_blocks(matrix, columns)
         check_dtypes(**rows, bias=bias)
     else:
         check_dtypes(**rows, matrix=matrix, bias=bias)
@@ -67,4 +69,6 @@ def no_one_launch(x: Float[Array, "*batch numbers"], matrix: Matrix, *_: Any) ->
         return no_row_product(x, matrix)
     if math.prod(x.shape[:-1]) != 1:
         return f"takes one row, not {list(x.shape[:-1])}"
+    if form_of(matrix) != FORMS["q8_0"]:
+        return "takes blocks of Q8_0"
     return no_triton()

@@ -93,7 +93,7 @@ def norm_product(
     Raises:
         ValueError: shapes or types do not match, or the named implementation cannot run here.
     """
-    check_product(matrix, bias, x=x)
+    check_product(matrix, bias, x.shape[-1], x=x)
     check_delta(x, delta)
     check_dtypes(x=x, scale=scale)
     given = x, delta, scale, matrix, bias

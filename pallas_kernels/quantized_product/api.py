@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 from jsparse.pallas_kernels.checked import checked
 from jsparse.pallas_kernels.dispatch import Backend, no_mosaic, no_triton, run
 from jsparse.pallas_kernels.quantized_product import reference
-from jsparse.pallas_kernels.weight_blocks import BLOCK, Blocks
+from jsparse.pallas_kernels.weight_blocks import FORMS, Blocks, form_of, width_of
 from jsparse.parts import total
 
 # with tensor cores; for more, it is faster to widen the matrix and multiply with XLA
@@ -29,6 +29,8 @@ def _no_tensor_cores(x: Float[Array, "rows in"], matrix: Blocks, *, dtype: Any) 
         return f"takes {FASTER_WITHOUT + 1} to {MAX_ROWS} rows, not {len(x)}"
     if x.dtype != jnp.bfloat16:
         return f"takes bfloat16, not {x.dtype}"
+    if form_of(matrix) != FORMS["q8_0"]:
+        return "takes blocks of Q8_0"
     out, width = matrix["values"].shape
     if len(x) <= MAX_FEW_ROWS and width % 128:
         return f"takes more than {MAX_FEW_ROWS} rows, or a width that 128 divides, not {width}"
@@ -46,14 +48,16 @@ def _triton():
 def _too_many(x: Float[Array, "rows in"], matrix: Blocks, *, dtype: Any) -> str | None:
     if not 0 < len(x) <= MAX_FEW_ROWS:
         return f"takes 1 to {MAX_FEW_ROWS} rows, not {len(x)}"
+    if form_of(matrix) != FORMS["q8_0"]:
+        return "takes blocks of Q8_0"
     return no_triton()
 
 
-def check_blocks(matrix: Blocks) -> None:
-    """Raises ValueError unless each block of a matrix has a scale."""
-    width, blocks = matrix["values"].shape[1], matrix["scales"].shape[0]
-    if width != blocks * BLOCK:
-        raise ValueError(f"matrix: {blocks} scales must be one per {BLOCK} of {width} values")
+def check_blocks(matrix: Blocks, columns: int) -> None:
+    """Raises ValueError if a matrix's arrays do not match, or it has another number of columns."""
+    form_of(matrix)
+    if (width := width_of(matrix)) != columns:
+        raise ValueError(f"matrix has {width} columns: must have {columns}, one per number of x")
 
 
 BACKENDS = (
@@ -94,7 +98,7 @@ def quantized_product(
     Raises:
         ValueError: shapes do not match, or the named implementation cannot run here.
     """
-    check_blocks(matrix)
+    check_blocks(matrix, x.shape[-1])
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     dtype = x.dtype if dtype is None else dtype
     y = run("quantized_product", implementation, BACKENDS, rows, matrix, dtype=dtype)

@@ -12,7 +12,7 @@ from gguf.quants import dequantize, quantize
 import jsparse
 from jsparse.evaluation.info import describe
 from jsparse.models.checkpoint import Params, load, save, spread
-from jsparse.models.quantized import to_blocks
+from jsparse.models.quantized import all_q8_0, to_blocks
 from jsparse.models.transformer import random_weights, weight_shapes
 from jsparse.models.weights import in_blocks
 from jsparse.pallas_kernels.weight_blocks import BLOCK, dequantized
@@ -105,7 +105,7 @@ def test_blocks_of_a_file_are_kept(family, tmp_path):
     numbers = {name: llama_cpps(x) if x.ndim == 2 else x for name, x in tensors.items()}
     expected = expected_weights(config, numbers)
     jax.tree.map(np.testing.assert_array_equal, numbers_of(ours.weights), expected)
-    shapes = weight_shapes(ours.config, jnp.float32, quantized=True)
+    shapes = weight_shapes(ours.config, jnp.float32, all_q8_0)
     assert jax.tree.structure(ours.weights) == jax.tree.structure(shapes)
     assert [x.shape for x in jax.tree.leaves(ours.weights)] == [
         x.shape for x in jax.tree.leaves(shapes)
