@@ -25,17 +25,18 @@ class Blocks(TypedDict):
     Attributes:
         values: codes of 8 bits, int8 or float8 [out, in]; or the lowest 4 bits of smaller ones,
             uint8 [out, in / 2], in which byte i of a block has code i and, above it, code i + 16.
+            Codes are signed integers.
         scales: one per group.
         high: the fifth bits of codes, 4 bytes per block, or the fifth and sixth, 8 bytes. Code
             16 h + 4 j + i has bit 2 j + h of byte i, or bits 2 j and 2 j + 1 of byte 4 h + i.
-        mins: integers, one per group. The offset is min · scale, or min · super_mins. A matrix
-            without mins has signed codes: half their range is subtracted from those below 8 bits.
+        mins: integers, one per group. Half of the codes' range is added to the codes, and the
+            offset is min · scale, or min · super_mins.
         super_scales, super_mins: factors of the scales and mins of 256 numbers.
     """
 
-    values: Shaped[Array, "out _"]
+    values: Shaped[Array, "out value_bytes"]
     scales: Shaped[Array, "groups out"]
-    high: NotRequired[UInt8[Array, "out _"]]
+    high: NotRequired[UInt8[Array, "out high_bytes"]]
     mins: NotRequired[Int8[Array, "groups out"]]
     super_scales: NotRequired[Float16[Array, "supers out"]]
     super_mins: NotRequired[Float16[Array, "supers out"]]
@@ -61,9 +62,9 @@ class Form(NamedTuple):
     floats: bool = False
 
     @property
-    def zero(self) -> int:
-        """The integer that is subtracted from a code if there are no mins."""
-        return 0 if self.mins or self.bits == 8 else 1 << self.bits - 1
+    def half(self) -> int:
+        """Half of the codes' range: added to codes of matrices with mins."""
+        return 1 << self.bits - 1
 
     @property
     def multiple(self) -> int:
@@ -160,9 +161,11 @@ def dequantized(matrix: Blocks, dtype: Any) -> Float[Array, "out in"]:
     form, width = form_of(matrix), width_of(matrix)
     scales, offsets = scales_and_offsets(matrix, form)
     grouped = codes_of(matrix, form).reshape(len(matrix["values"]), -1, form.group)
-    numbers = grouped.astype(jnp.float32) * scales.T[..., None]
-    if offsets is not None:
-        numbers = numbers - offsets.T[..., None]
+    numbers = grouped.astype(jnp.float32)
+    if offsets is None:
+        numbers = numbers * scales.T[..., None]
+    else:
+        numbers = (numbers + form.half) * scales.T[..., None] - offsets.T[..., None]
     return numbers.reshape(-1, width).astype(dtype)
 
 
@@ -171,7 +174,7 @@ def scales_and_offsets(
 ) -> tuple[Float[Array, "groups out"], Float[Array, "groups out"] | None]:
     """Returns each group's scale and offset in float32, in which they are exact.
 
-    The offset is None if codes are already signed.
+    The offset is None for matrices without mins.
     """
     wide = {name: jnp.asarray(array).astype(jnp.float32) for name, array in matrix.items()}
     scales, mins = wide["scales"], wide.get("mins")
@@ -185,7 +188,7 @@ def scales_and_offsets(
 
 
 def codes_of(matrix: Blocks, form: Form) -> Shaped[Array, "out in"]:
-    """Returns the codes of a matrix, less half their range if there are no mins."""
+    """Returns the codes of a matrix."""
     values, high = matrix["values"], matrix.get("high")
     if form.bits == 8:
         return values
@@ -199,13 +202,18 @@ def codes_of(matrix: Blocks, form: Form) -> Shaped[Array, "out in"]:
         bits = high.reshape(out, -1, 2, 1, 4)
         at = 2 * jnp.arange(4, dtype=jnp.uint8)[:, None]
         low = low | ((bits >> at) & 3).reshape(low.shape) << 4
-    return low.reshape(out, -1).astype(jnp.int8) - form.zero
+    # the highest bit of a code is its sign
+    signed = jax.lax.bitcast_convert_type(low << 8 - form.bits, jnp.int8)
+    return (signed >> 8 - form.bits).reshape(out, -1)
 
 
 def packed(codes: UInt8[Array, "out in"], bits: int) -> dict[str, UInt8[Array, "out _"]]:
-    """Returns unsigned codes of 4, 5 or 6 bits as `values` and `high`."""
+    """Returns codes of 4, 5 or 6 bits as `values` and `high`.
+
+    They are given as unsigned integers, half of their range above the signed ones.
+    """
     out = len(codes)
-    halves = codes.reshape(out, -1, 2, 16)
+    halves = (codes ^ (1 << bits - 1)).reshape(out, -1, 2, 16)
     low = halves & 15
     made = {"values": (low[:, :, 0] | low[:, :, 1] << 4).reshape(out, -1)}
     above = (halves >> 4).reshape(out, -1, 2, 4, 4)  # [out, blocks, h, j, i]

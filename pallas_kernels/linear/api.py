@@ -9,13 +9,13 @@ from jaxtyping import Array, Float
 from jsparse.pallas_kernels.checked import check_dtypes, checked
 from jsparse.pallas_kernels.dispatch import no_triton
 from jsparse.pallas_kernels.quantized_product import quantized_product
-from jsparse.pallas_kernels.quantized_product.api import check_blocks
+from jsparse.pallas_kernels.quantized_product.api import check_blocks, wide_with_small_codes
 from jsparse.pallas_kernels.quantized_product.reference import (
     quantized_product as reference_of_blocks,
 )
 from jsparse.pallas_kernels.skinny_product import skinny_product
 from jsparse.pallas_kernels.skinny_product.api import no_row_product
-from jsparse.pallas_kernels.weight_blocks import FORMS, Blocks, form_of
+from jsparse.pallas_kernels.weight_blocks import Blocks
 
 Matrix = Float[Array, "in out"] | Blocks
 
@@ -69,6 +69,4 @@ def no_one_launch(x: Float[Array, "*batch numbers"], matrix: Matrix, *_: Any) ->
         return no_row_product(x, matrix)
     if math.prod(x.shape[:-1]) != 1:
         return f"takes one row, not {list(x.shape[:-1])}"
-    if form_of(matrix) != FORMS["q8_0"]:
-        return "takes blocks of Q8_0"
-    return no_triton()
+    return wide_with_small_codes(x, matrix) or no_triton()

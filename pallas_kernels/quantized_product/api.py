@@ -48,9 +48,14 @@ def _triton():
 def _too_many(x: Float[Array, "rows in"], matrix: Blocks, *, dtype: Any) -> str | None:
     if not 0 < len(x) <= MAX_FEW_ROWS:
         return f"takes 1 to {MAX_FEW_ROWS} rows, not {len(x)}"
-    if form_of(matrix) != FORMS["q8_0"]:
-        return "takes blocks of Q8_0"
-    return no_triton()
+    return wide_with_small_codes(x, matrix) or no_triton()
+
+
+def wide_with_small_codes(x: Float[Array, "*batch in"], matrix: Blocks) -> str | None:
+    """Returns why a product of float32 numbers with a matrix has no kernel, or None."""
+    if x.dtype.itemsize > 2 and form_of(matrix).bits < 8:
+        return f"takes codes of less than 8 bits with numbers of 16 bits, not {x.dtype}"
+    return None
 
 
 def check_blocks(matrix: Blocks, columns: int) -> None:
