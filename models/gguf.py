@@ -8,12 +8,16 @@ import math
 import mmap
 import struct
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
+
+if TYPE_CHECKING:
+    from jsparse.models.weights import Stored
+    from jsparse.pallas_kernels.weight_blocks import Form
 
 _VERSIONS = (2, 3)
 _STRING, _ARRAY = 8, 9
@@ -27,7 +31,6 @@ _PLAIN = {
     GGMLQuantizationType.F16: np.dtype(np.float16),
     GGMLQuantizationType.BF16: np.dtype(ml_dtypes.bfloat16),
 }
-_Q8_0 = np.dtype([("scale", np.float16), ("values", np.int8, 32)])
 _KNOWN = (
     "F32 F16 BF16 Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q2_K Q3_K Q4_K Q5_K Q6_K TQ1_0 TQ2_0 MXFP4 NVFP4 "
     "IQ1_S IQ1_M IQ2_XXS IQ2_XS IQ2_S IQ3_XXS IQ3_S IQ4_NL IQ4_XS"
@@ -91,13 +94,28 @@ class GGUFFile:
             values[start : start + step] = dequantize(rows[start : start + step], tensor.kind)
         return values.reshape(tensor.shape)
 
-    def blocks(self, name: str) -> tuple[np.ndarray, np.ndarray] | None:
-        """Reads a Q8_0 tensor: integers, and a scale per 32 numbers of a row; None for others."""
+    def kind(self, name: str) -> str:
+        """Returns the tensor's type, such as "q4_k" or "bfloat16"."""
+        kind = self._tensors[name].kind
+        return str(_PLAIN[kind]) if kind in _PLAIN else kind.name.lower()
+
+    def form(self, name: str) -> "Form | None":
+        """Returns the format of blocks that the tensor can stay in, or None."""
+        from jsparse.pallas_kernels.weight_blocks import FORMS
+
+        return FORMS.get(self.kind(name))
+
+    def blocks(self, name: str) -> "Stored | None":
+        """Reads a tensor's blocks, to be converted on the device; None for other types."""
+        from jsparse.models.gguf_blocks import CONVERT
+        from jsparse.models.weights import Stored
+
         tensor = self._tensors[name]
-        if tensor.kind != GGMLQuantizationType.Q8_0:
+        convert = CONVERT.get(self.kind(name))
+        if convert is None:
             return None
-        blocks = self._raw(name).view(_Q8_0).reshape(*tensor.shape[:-1], -1)
-        return blocks["values"].reshape(tensor.shape), blocks["scale"].copy()
+        nbytes = GGML_QUANT_SIZES[tensor.kind][1]
+        return Stored({"rows": self._raw(name).reshape(*tensor.shape[:-1], -1, nbytes)}, convert)
 
     def _raw(self, name: str) -> np.ndarray:
         tensor = self._tensors[name]

@@ -9,6 +9,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 _ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+_KINDS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _INDEX = "model.safetensors.index.json"
 
 
@@ -41,6 +42,13 @@ class SafetensorsFolder:
 
     def nbytes(self, name: str) -> int:
         return math.prod(self.shapes[name]) * _ITEM_BYTES[self._dtypes[name]]
+
+    def kind(self, name: str) -> str:
+        """Returns the tensor's dtype."""
+        return _KINDS[self._dtypes[name]]
+
+    def form(self, name: str) -> None:
+        """Returns None: no tensor is stored in blocks."""
 
     def blocks(self, name: str) -> None:
         """Returns None: no tensor is stored in blocks."""

@@ -87,6 +87,13 @@ class StateDict:
     def nbytes(self, name: str) -> int:
         return math.prod(self.shapes[name]) * _ITEM_BYTES[_dtype(self._tensors[name])]
 
+    def kind(self, name: str) -> str:
+        """Returns the tensor's dtype."""
+        return _dtype(self._tensors[name])
+
+    def form(self, name: str) -> None:
+        """Returns None: no tensor is stored in blocks."""
+
     def blocks(self, name: str) -> None:
         """Returns None: no tensor is stored in blocks."""
 

@@ -22,11 +22,24 @@ from jsparse.models.families import Names
 from jsparse.models.quantized import is_matrix, is_transposed, to_blocks
 from jsparse.models.spreading import Spreading
 from jsparse.models.transformer import Weights
-from jsparse.pallas_kernels.weight_blocks import BLOCK, Blocks
+from jsparse.pallas_kernels.weight_blocks import BLOCK, FORMS, Blocks, Form
 
 # bytes per number to convert a matrix to blocks: arguments, results, and intermediates
 WHILE_CUT = 12
 OnProgress = Callable[[int, int], None]
+
+
+class Stored(NamedTuple):
+    """A tensor as a checkpoint stores it, to be converted to blocks on the device.
+
+    Attributes:
+        arrays: its parts by name; the first axis of a GGUF tensor's is its rows.
+        convert: a function that jax.jit made, from these arrays to `Blocks`. It belongs to a
+            module, so that tensors of one shape share a compiled program.
+    """
+
+    arrays: dict[str, np.ndarray]
+    convert: Callable[[dict[str, jax.Array]], Blocks]
 
 
 @runtime_checkable
@@ -40,12 +53,20 @@ class TensorStore(Protocol):
         """Returns the tensor's size in its file, in bytes."""
         ...
 
+    def kind(self, name: str) -> str:
+        """Returns the tensor's type in its file for messages, such as "q2_k" or "bfloat16"."""
+        ...
+
     def read(self, name: str) -> np.ndarray:
         """Reads the tensor's values as float32, float16 or bfloat16 into a new array."""
         ...
 
-    def blocks(self, name: str) -> tuple[np.ndarray, np.ndarray] | None:
-        """Reads a Q8_0 tensor: integers, and a scale per 32 numbers of a row; None for others."""
+    def form(self, name: str) -> Form | None:
+        """Returns the format of blocks that the tensor can stay in, or None, from its header."""
+        ...
+
+    def blocks(self, name: str) -> Stored | None:
+        """Reads a tensor that has a format of blocks as it is stored; None for others."""
         ...
 
 
@@ -192,7 +213,7 @@ def read_weights(
     for weight in weights:
         parts, of_blocks = [], quantized and weight.is_matrix
         for source in weight.sources:
-            parts.append(jax.device_put(_read(source, store, of_blocks=of_blocks)))
+            parts.append(_read(source, store, of_blocks=of_blocks))
             done += store.nbytes(source.name)
             if on_progress is not None:
                 on_progress(done, total)
@@ -257,18 +278,19 @@ def in_blocks(weights: Weights) -> Weights:
 
 
 def _read(source: TensorSource, store: TensorStore, *, of_blocks: bool) -> Any:
-    stored = store.blocks(source.name) if of_blocks else None
-    if stored is not None:
-        values, scales = (_in_order(source, part) for part in stored)
-        return {"values": values, "scales": scales.T}
-    return _in_order(source, store.read(source.name))
+    if of_blocks and store.form(source.name) == FORMS["q8_0"]:
+        stored = store.blocks(source.name)
+        assert stored is not None
+        arrays = {name: _in_order(source, array) for name, array in stored.arrays.items()}
+        return stored.convert(jax.device_put(arrays))
+    return jax.device_put(_in_order(source, store.read(source.name)))
 
 
 def _in_order(source: TensorSource, tensor: np.ndarray) -> np.ndarray:
     if not source.interleaved_heads:
         return tensor
     # llama.cpp stores a head's rows as 0, H/2, 1, H/2 + 1, ...
-    pairs = tensor.reshape(source.interleaved_heads, -1, 2, tensor.shape[-1])
+    pairs = tensor.reshape(source.interleaved_heads, -1, 2, *tensor.shape[1:])
     return pairs.swapaxes(1, 2).reshape(tensor.shape)
 
 
