@@ -38,7 +38,7 @@ def q8_0(row: Row) -> Parts:
 
 def q4_0(row: Row) -> Parts:
     """Converts Q4_0: a scale, and 32 codes of 4 bits."""
-    return {"values": row[:, 2:], "scales": half(row[:, :2])}
+    return packed(nibbles(row[:, 2:], 16), 4) | {"scales": half(row[:, :2])}
 
 
 def q4_k(row: Row) -> Parts:

@@ -10,7 +10,7 @@ from jsparse.models import gguf_blocks
 from jsparse.pallas_kernels.weight_blocks import FORMS, dequantized, form_of
 
 # where a block has float16 numbers
-HALVES = {"q4_0": [0], "q4_k": [0, 2], "q5_k": [0, 2], "q6_k": [208], "q8_0": [0]}
+HALVES = {"q4_k": [0, 2], "q5_k": [0, 2], "q5_1": [0, 2], "q6_k": [208]}
 
 
 def random_rows(name, out, width, seed=0):
@@ -18,7 +18,7 @@ def random_rows(name, out, width, seed=0):
     rng, kind = np.random.default_rng(seed), GGMLQuantizationType[name.upper()]
     block, nbytes = GGML_QUANT_SIZES[kind]
     rows = rng.integers(0, 256, (out, width // block, nbytes), np.uint8)
-    for at in HALVES[name]:
+    for at in HALVES.get(name, [0]):
         scales = rng.normal(size=(out, width // block, 1)).astype(np.float16)
         rows[..., at : at + 2] = scales.view(np.uint8)
     return rows, dequantize(rows.reshape(out, -1), kind)
