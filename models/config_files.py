@@ -54,12 +54,6 @@ def folder_config(folder: Path) -> tuple[ModelConfig, bool]:
     return config, is_saved
 
 
-def saved_in_blocks(path: Path) -> bool:
-    """Returns whether a folder has a saved model with matrices in 8-bit blocks."""
-    file = path / "config.json"
-    return file.is_file() and read_json(file).get("weights") == "q8_0"
-
-
 def gguf_config(store: GGUFFile) -> ModelConfig:
     """Returns a GGUF file's config, including RoPE factors stored as a tensor."""
     family = family_of(

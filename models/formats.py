@@ -22,7 +22,9 @@ from jsparse.models.spreading import Spreading
 from jsparse.models.tokenizer import Tokenizer, as_tokenizer
 from jsparse.models.tokenizer_files import stated_ends
 from jsparse.models.transformer import Weights
-from jsparse.models.weights import OnProgress, TensorStore, Weight, list_weights, read_weights
+from jsparse.models.weight_plan import Planned, plan_weights
+from jsparse.models.weight_reading import read_weights
+from jsparse.models.weights import OnProgress, TensorStore, Weight, list_weights
 
 WEIGHTS, CONSTANTS = "weights", "constants.safetensors"  # in a folder written by `save`
 _ADAPTER = "adapter_config.json"
@@ -31,10 +33,17 @@ UNUSED = {"lm_head.weight", ROPE_FACTORS}
 
 
 class LoadOptions(NamedTuple):
-    """The options of `load` that affect the weights; `ranks` is a number of devices."""
+    """The options of `load` that affect the weights.
+
+    Attributes:
+        dtype: the dtype of numbers.
+        weights: a result of `parse_weights`.
+        ranks: the number of devices.
+        on_progress: the callable of `load`.
+    """
 
     dtype: Any
-    quantized: bool = False
+    weights: str = "auto"
     ranks: int = 1
     on_progress: OnProgress | None = None
 
@@ -65,9 +74,11 @@ def read_folder(folder: Path, tokenizer: Any, options: LoadOptions) -> ModelPart
         tokenizer = Tokenizer.from_folder(folder)
     constants = {}
     if is_saved:
-        spreading = options.spreading(config)
-        what = folder / WEIGHTS, config, family.hf_names, options.dtype, options.on_progress
-        weights = orbax_files.load_weights(*what, spreading, quantized=options.quantized)
+        spreading, own = options.spreading(config), folder / WEIGHTS
+        what = config, family.hf_names, options.weights, options.ranks
+        planned = orbax_files.plan_saved(own, *what)
+        how = options.dtype, options.on_progress, spreading
+        weights = orbax_files.load_weights(own, planned, *how)
         constants = read_constants(folder / CONSTANTS)
     else:
         store = _safetensors(folder)
@@ -80,11 +91,7 @@ def read_folder(folder: Path, tokenizer: Any, options: LoadOptions) -> ModelPart
 
 def read_gguf(path: Path, tokenizer: Any, options: LoadOptions) -> ModelParts:
     """Reads a GGUF file."""
-    store = GGUFFile(path)
-    if (num_files := store.metadata.get("split.count", 1)) not in (0, 1):
-        raise ValueError(
-            f"{path} is one of {num_files} files: must be a single file, merge them with gguf-split"
-        )
+    store = _gguf(path)
     config = gguf_config(store)
     family, spreading = FAMILIES[config.family], options.spreading(config)
     if tokenizer is not None:
@@ -109,13 +116,49 @@ def read_store(
     """Reads the decoder's tree from tensors, under a family's names for a format.
 
     Raises:
-        ValueError: tensors are missing, misshapen or unknown, or do not fit in memory.
+        ValueError: tensors are missing, misshapen or unknown, do not fit in memory, or do not fit
+            Q8_0, which the options ask for.
     """
+    what = config, names, options.weights, options.ranks
+    planned = _plan_store(store, *what, interleaved=interleaved)
+    return read_weights(planned, store, options.dtype, options.on_progress, spreading)
+
+
+def plan_files(path: Path, option: str, ranks: int = 1) -> list[Planned] | None:
+    """Returns the weights that loading a folder or GGUF file would give, from its headers alone.
+
+    None: the folder has no weights, like the small files of a Hub id. `option` is a result of
+    `parse_weights`. Raises the errors of loading that headers show.
+    """
+    if not path.is_dir():
+        store = _gguf(path)
+        config = gguf_config(store)
+        family = FAMILIES[config.family]
+        what = config, family.gguf_names, option, ranks
+        return _plan_store(store, *what, interleaved=family.gguf_interleaved)
+    config, is_saved = folder_config(path)
+    what = config, FAMILIES[config.family].hf_names, option, ranks
+    if is_saved:
+        return orbax_files.plan_saved(path / WEIGHTS, *what)
+    if not any(path.glob("*.safetensors")):
+        return None
+    return _plan_store(_safetensors(path), *what)
+
+
+def _plan_store(
+    store: TensorStore,
+    config: ModelConfig,
+    names: Names,
+    option: str,
+    ranks: int,
+    *,
+    interleaved: bool = False,
+) -> list[Planned]:
+    """Lists and plans the weights of a store that has exactly their tensors."""
     what = store.path, len(store.shapes), config, names
     weights = list_weights(*what, interleaved=interleaved)
     _check_tensors(weights, store)
-    how = options.dtype, options.on_progress, spreading
-    return read_weights(weights, store, *how, quantized=options.quantized)
+    return plan_weights(weights, store, option, ranks)
 
 
 def with_own_head(config: ModelConfig, family: Family, store: TensorStore) -> ModelConfig:
@@ -150,6 +193,15 @@ def _parts(
     if spreading is None:
         return ModelParts(weights, config, *others, mesh=None)
     return ModelParts(weights, spreading.config, *others, mesh=spreading.mesh)
+
+
+def _gguf(path: Path) -> GGUFFile:
+    store = GGUFFile(path)
+    if (num_files := store.metadata.get("split.count", 1)) not in (0, 1):
+        raise ValueError(
+            f"{path} is one of {num_files} files: must be a single file, merge them with gguf-split"
+        )
+    return store
 
 
 def _safetensors(folder: Path) -> SafetensorsFolder:

@@ -3,8 +3,10 @@
 orbax is imported only where it is used, since its import takes a second.
 """
 
+import functools
 import itertools
-import math
+import operator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,13 @@ import jax.numpy as jnp
 
 from jsparse.models.config import ModelConfig
 from jsparse.models.families import Names
+from jsparse.models.quantized import name_of
 from jsparse.models.spreading import Spreading
 from jsparse.models.transformer import Weights
-from jsparse.models.weights import OnProgress, in_blocks, list_weights, require_blocks, tree
+from jsparse.models.weight_plan import Planned, plan_weight
+from jsparse.models.weight_reading import converted
+from jsparse.models.weights import OnProgress, by_path, list_weights, tree
+from jsparse.pallas_kernels.weight_blocks import BLOCK, Form, form_of
 
 
 def save_weights(weights: Weights, folder: Path) -> None:
@@ -26,20 +32,10 @@ def save_weights(weights: Weights, folder: Path) -> None:
         checkpointer.save(folder.absolute(), weights)
 
 
-def load_weights(
-    folder: Path,
-    config: ModelConfig,
-    names: Names,
-    dtype: Any,
-    on_progress: OnProgress | None,
-    spreading: Spreading | None = None,
-    *,
-    quantized: bool = False,
-) -> Weights:
-    """Reads the tree of `config` from `folder`, cast to `dtype`, onto the default device or spread.
-
-    Spreading needs memory for one layer in addition to the device's part. Matrices saved in 8-bit
-    blocks stay in blocks; with `quantized`, others are converted to blocks, one layer at a time.
+def plan_saved(
+    folder: Path, config: ModelConfig, names: Names, option: str, ranks: int = 1
+) -> list[Planned]:
+    """Plans the weights in `folder` from the shapes there; see `plan_weight`.
 
     Raises:
         FileNotFoundError: the folder does not exist.
@@ -50,61 +46,93 @@ def load_weights(
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder} does not exist: a saved model has its weights there")
     with StandardCheckpointer() as checkpointer:
-        stored = _shapes(checkpointer, folder)
-        listed = list_weights(folder, len(stored), config, names)
-        saved_in_blocks = "embed/values" in stored
-        config_shapes = {
-            path: shape
-            for weight in listed
-            for path, shape in weight.shapes(quantized=saved_in_blocks).items()
-        }
-        if stored.keys() != config_shapes.keys():
-            raise ValueError(
-                f"{folder}: {min(stored.keys() ^ config_shapes.keys())} is missing or not in the "
-                "config"
-            )
-        for path, shape in config_shapes.items():
-            if stored[path] == shape:
-                continue
-            if path == "embed/scales" and stored[path] == shape[::-1]:
-                raise ValueError(
-                    f"{folder} has 8-bit blocks as an earlier version saved them: save it anew"
-                )
-            raise ValueError(
-                f"{folder}: {path} has shape {stored[path]}: the config asks for {shape}"
-            )
-    sharding = jnp.zeros(()).sharding  # the default device, which may be set
-    quantized = quantized or saved_in_blocks
-    types = {"values": jnp.int8, "scales": jnp.float16} if saved_in_blocks else {}
-    if quantized and not saved_in_blocks:  # blocks are made from the saved numbers
-        types = {"kernel": jnp.float32, "lm_head": jnp.float32, "embed": jnp.float32}
-    wanted = {
-        path: jax.ShapeDtypeStruct(s, types.get(path.split("/")[-1], dtype), sharding=sharding)
-        for path, s in config_shapes.items()
+        stored = _arrays(checkpointer, folder)
+    listed = list_weights(folder, len(stored), config, names)
+    blocks = {path.rpartition("/")[0] for path in stored if path.endswith("/values")}
+    forms = {path: _saved_form(folder, stored, path) for path in blocks}
+    expected = {
+        path: array
+        for weight in listed
+        for path, array in weight.arrays(forms.get(weight.path), jnp.float32).items()
     }
-    if quantized:
-        for weight in listed:
-            require_blocks(weight, 1 if spreading is None else spreading.mesh.size)
-    if spreading is None and quantized == saved_in_blocks:
-        weights = _restored(folder, tree(wanted))
+    if stored.keys() != expected.keys():
+        raise ValueError(
+            f"{folder}: {min(stored.keys() ^ expected.keys())} is missing or not in the config"
+        )
+    for path, array in expected.items():
+        if stored[path].shape != array.shape:
+            raise ValueError(
+                f"{folder}: {path} has shape {stored[path].shape}: the config asks for "
+                f"{array.shape}"
+            )
+    planned = []
+    for weight in listed:
+        form = forms.get(weight.path)
+        kind = str(stored[weight.path].dtype) if form is None else name_of(form)
+        planned.append(plan_weight(weight, (kind,), (form,), option, ranks, saved=True))
+    return planned
+
+
+def load_weights(
+    folder: Path,
+    planned: Sequence[Planned],
+    dtype: Any,
+    on_progress: OnProgress | None,
+    spreading: Spreading | None = None,
+) -> Weights:
+    """Reads the tree from `folder`, numbers as `dtype`, onto the default device or spread.
+
+    Spreading, and converting matrices to another format, needs memory for one layer in addition to
+    the device's part.
+
+    Raises:
+        ValueError: the checkpoint is damaged.
+    """
+    if spreading is None and all(each.stored == (each.form,) for each in planned):
+        weights = _restored(folder, planned, dtype)
     else:
-        weights: Weights = {"params": {}}
-        for layer, paths in itertools.groupby(sorted(wanted), lambda path: path.partition("/")[0]):
-            part = _restored(folder, tree({path: wanted[path] for path in paths}))
-            if quantized and not saved_in_blocks:
-                part = in_blocks(part)
-            placed = part["params"] if spreading is None else spreading.place_all(part["params"])
-            weights["params"][layer] = jax.block_until_ready(placed)[layer]
+        arrays: dict[str, jax.Array] = {}
+        for _, of_layer in itertools.groupby(sorted(planned, key=_layer), _layer):
+            part = list(of_layer)
+            saved = _restored(folder, part, dtype)["params"]
+            for path, array in _in_formats(part, saved, dtype):
+                placed = array if spreading is None else spreading.place(path, array)
+                arrays[path] = jax.block_until_ready(placed)
+        weights = tree(arrays)
     if on_progress is not None:
-        total = sum(math.prod(x.shape) * x.dtype.itemsize for x in wanted.values())
+        total = sum(array.nbytes for array in jax.tree.leaves(weights))
         on_progress(total, total)
     return weights
 
 
-def _restored(folder: Path, target: Weights) -> Weights:
-    """Reads a part of the tree; raises ValueError if it is damaged."""
+def _layer(each: Planned) -> str:
+    return each.weight.path.partition("/")[0]
+
+
+def _in_formats(
+    planned: Sequence[Planned], saved: Weights, dtype: Any
+) -> Iterator[tuple[str, jax.Array]]:
+    """Yields the arrays of a part of the saved tree in their planned formats, by path."""
+    for each in planned:
+        path = each.weight.path
+        leaf = functools.reduce(operator.getitem, path.split("/"), saved)
+        if each.stored != (each.form,):
+            leaf = converted(leaf, each.weight, each.form, dtype)
+        yield from by_path(path, leaf)
+
+
+def _restored(folder: Path, planned: Sequence[Planned], dtype: Any) -> Weights:
+    """Reads a part of the tree as saved; raises ValueError if it is damaged."""
     from orbax.checkpoint import PyTreeCheckpointer, args, checkpoint_utils
 
+    sharding, wanted = jnp.zeros(()).sharding, {}  # the default device, which may be set
+    for each in planned:
+        (form,) = each.stored
+        # Q8_0 is made from the saved numbers
+        numbers = dtype if each.form == form else jnp.float32
+        for path, array in each.weight.arrays(form, numbers).items():
+            wanted[path] = jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
+    target = tree(wanted)
     asked = args.PyTreeRestore(
         target,
         restore_args=checkpoint_utils.construct_restore_args(target),
@@ -118,8 +146,26 @@ def _restored(folder: Path, target: Weights) -> Weights:
         raise ValueError(f"{folder} is damaged: {reason}") from error
 
 
-def _shapes(checkpointer: Any, folder: Path) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of the stored arrays by path."""
+def _saved_form(folder: Path, stored: Mapping[str, jax.ShapeDtypeStruct], path: str) -> Form:
+    """Returns the format of a matrix in blocks; raises ValueError if its arrays have none."""
+    own: Any = {
+        name.removeprefix(f"{path}/"): array
+        for name, array in stored.items()
+        if name.startswith(f"{path}/")
+    }
+    try:
+        return form_of(own)
+    except (ValueError, KeyError) as error:
+        out, width = own["values"].shape
+        if "scales" in own and own["scales"].shape == (out, width // BLOCK):
+            reason = "8-bit blocks as an earlier version saved them: save it anew"
+        else:
+            reason = f"blocks of no known format in {path}: {error}"
+        raise ValueError(f"{folder} has {reason}") from None
+
+
+def _arrays(checkpointer: Any, folder: Path) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns the shapes and dtypes of the stored arrays by path."""
     metadata = checkpointer.metadata(
         folder.absolute()
     ).item_metadata  # None if orbax cannot read the folder
@@ -127,4 +173,7 @@ def _shapes(checkpointer: Any, folder: Path) -> dict[str, tuple[int, ...]]:
     if params is None:
         raise ValueError(f"{folder} is damaged, or not an orbax checkpoint of a model")
     leaves = jax.tree_util.tree_leaves_with_path(params)
-    return {"/".join(str(key.key) for key in path): tuple(leaf.shape) for path, leaf in leaves}
+    return {
+        "/".join(str(key.key) for key in path): jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+        for path, leaf in leaves
+    }

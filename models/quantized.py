@@ -11,9 +11,18 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float16
 
-from jsparse.pallas_kernels.weight_blocks import BLOCK, FORMS, SUPER, Blocks, Form
+from jsparse.pallas_kernels.weight_blocks import (
+    BLOCK,
+    FORMS,
+    SUPER,
+    Blocks,
+    Form,
+    form_of,
+    width_of,
+)
 
 FormAt = Callable[[str], Form | None]
+"""The format of the matrix at a path, or None if it has numbers of the model's dtype."""
 
 LARGEST, TRIED = 127, 32
 LEAST = 2.0**-24  # the smallest scale in float16
@@ -74,6 +83,45 @@ def is_matrix(path: str) -> bool:
 def is_transposed(path: str) -> bool:
     """Returns whether the weight at a path is a linear map, which is [in, out] unless in blocks."""
     return path.endswith("kernel") or path == "lm_head"
+
+
+def name_of(form: Form) -> str:
+    """Returns the name of a format for messages, such as "q4_k", "int4" or "fp8"."""
+    if form.supers:
+        return f"q{form.bits}_k"
+    named = (name for name, known in FORMS.items() if known == form)
+    return next(named, f"{'fp' if form.floats else 'int'}{form.bits}")
+
+
+def formats_in(weights: Any) -> dict[str, tuple[Form, int]]:
+    """Returns the formats and widths of the matrices in blocks of a decoder's tree, by path.
+
+    The arrays may have ranks as their first axis.
+    """
+    found = {}
+    for path, leaf in jax.tree.leaves_with_path(weights["params"], is_leaf=_in_blocks):
+        if _in_blocks(leaf):
+            own: Any = {
+                name: jax.ShapeDtypeStruct(x.shape[-2:], x.dtype) for name, x in leaf.items()
+            }
+            found["/".join(entry.key for entry in path)] = form_of(own), width_of(own)
+    return found
+
+
+def num_numbers(weights: Any) -> int:
+    """Returns the number of weights that a decoder's arrays represent."""
+    leaves = jax.tree.leaves(weights, is_leaf=_in_blocks)
+    return sum(
+        leaf["values"].size * width_of(leaf) // leaf["values"].shape[-1]
+        if _in_blocks(leaf)
+        else leaf.size
+        for leaf in leaves
+    )
+
+
+def _in_blocks(node: Any) -> bool:
+    """Returns whether a node of the tree is a matrix in blocks."""
+    return isinstance(node, dict) and "values" in node
 
 
 def spec_at(path: str, leaf: Any, form_at: FormAt) -> Any:

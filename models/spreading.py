@@ -42,7 +42,7 @@ class Spreading:
 
     def own_size(self, path: str, size: int) -> int:
         """Returns how many elements of the array at a path each rank has."""
-        return size if self._ends(path.split("/")) is None else size // self.mesh.size
+        return own_size(self._whole, self.mesh.size, path, size)
 
     def place(self, path: str, whole: Array) -> Array:
         """Returns the array at a path such as layers_0/mlp/down/kernel, with ranks as axis 0."""
@@ -67,7 +67,8 @@ class Spreading:
 
     def _parts(self, names: list[str], whole: Array) -> list[Array]:
         """Returns each rank's part of the array of this name."""
-        ends, ranks = self._ends(names), self.mesh.size
+        ranks = self.mesh.size
+        ends = _ends(self._whole, ranks, names)
         if ends is None:
             return [whole] * ranks
         # codes of blocks are [out, in], all others [in, out]
@@ -77,13 +78,18 @@ class Spreading:
         kinds = [jnp.split(kind, ranks, axis=out) for kind in jnp.split(whole, ends, axis=out)]
         return [jnp.concatenate(of_rank, axis=out) for of_rank in zip(*kinds, strict=True)]
 
-    def _ends(self, names: list[str]) -> list[int] | None:
-        """Returns the ends of an array's kinds of columns, except the last; None: not divided."""
-        config = self._whole
-        if "qkv" in names:
-            q, kv = (heads * config.head_dim for heads in (config.num_heads, config.num_kv_heads))
-            return [q, q + kv]
-        if "gate_up" in names:
-            return [config.intermediate_size]
-        divided = "lm_head" in names and config.vocab_parts(self.mesh.size) > 1
-        return [] if divided or "o" in names or "down" in names else None
+
+def own_size(config: ModelConfig, ranks: int, path: str, size: int) -> int:
+    """Returns how many elements of a model's array each rank has; `config` is the whole model's."""
+    return size if _ends(config, ranks, path.split("/")) is None else size // ranks
+
+
+def _ends(config: ModelConfig, ranks: int, names: list[str]) -> list[int] | None:
+    """Returns the ends of an array's kinds of columns, except the last; None: not divided."""
+    if "qkv" in names:
+        q, kv = (heads * config.head_dim for heads in (config.num_heads, config.num_kv_heads))
+        return [q, q + kv]
+    if "gate_up" in names:
+        return [config.intermediate_size]
+    divided = "lm_head" in names and config.vocab_parts(ranks) > 1
+    return [] if divided or "o" in names or "down" in names else None

@@ -13,11 +13,12 @@ import numpy as np
 
 from jsparse.machine.extras import install
 from jsparse.machine.jax_settings import own_settings
-from jsparse.models.checkpoint import Params, parse_dtype, parse_weights
+from jsparse.models.checkpoint import Params, parse_dtype
 from jsparse.models.config_files import checked_config, family_of
 from jsparse.models.formats import LoadOptions, read_store, with_own_head
 from jsparse.models.generation_config import resolve_settings
 from jsparse.models.tokenizer import as_tokenizer
+from jsparse.models.weight_plan import parse_weights
 from jsparse.models.weights import OnProgress
 
 _ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -42,7 +43,7 @@ def from_transformers(
         tokenizer: a fast transformers tokenizer, a jsparse one, or None; inputs must then be token
             ids.
         dtype: "float32", "bfloat16" or "float16"; None: bfloat16 on a GPU and float32 elsewhere.
-        weights: "q8_0" stores matrices in 8-bit blocks, as in `load`.
+        weights: "q8_0" stores matrices in 8-bit blocks, as in `load`; others: numbers of `dtype`.
         on_progress: a callable that receives the bytes read so far and in total, as tensors arrive.
 
     Raises:
@@ -57,7 +58,8 @@ def from_transformers(
     if tokenizer is not None:
         ends = (defaults.get("eos_token_id"), fields.get("eos_token_id"))
         tokenizer = as_tokenizer(tokenizer, ends)
-    options = LoadOptions(weights_dtype, parse_weights(weights), on_progress=on_progress)
+    option = parse_weights(weights, weights_dtype)
+    options = LoadOptions(weights_dtype, option, on_progress=on_progress)
     store = StateDict(model)
     config = with_own_head(config, family, store)
     made = read_store(store, config, family.hf_names, options)

@@ -52,11 +52,11 @@ class Trainer:
 
         Raises:
             ValueError: a setting is out of range, the folder does not match `resume` and the
-                settings, or the model is spread over several devices, or has 8-bit blocks.
+                settings, or the model is spread over several devices, or has matrices in blocks.
         """
         require_on_one_device(params)
-        if params.quantized:
-            raise ValueError(f"params={params!r}: must have weights of a dtype, not q8_0, to train")
+        if params.forms:
+            raise ValueError(f"params={params!r}: must be loaded with weights='plain' to train")
         config = params.config
         self.problem = settings.lagrangian(config.num_layers, config.num_kv_heads)
         devices = jax.local_devices()

@@ -26,8 +26,12 @@ from jsparse.benchmark.random_model import random_model
 from jsparse.builder import dense
 from jsparse.cache import CacheSpec
 from jsparse.hyper_parameters import whole_number
-from jsparse.models.checkpoint import Params, parse_weights
-from jsparse.models.config_files import read_config
+from jsparse.models.checkpoint import Params
+from jsparse.models.config_files import checked_path, read_config
+from jsparse.models.formats import plan_files
+from jsparse.models.hub import locate
+from jsparse.models.quantized import all_q8_0, plain
+from jsparse.models.weight_plan import parse_weights
 from jsparse.policies.expressions import as_policy
 from jsparse.policy import AnyPolicy, Policy
 from jsparse.runtime import capacity
@@ -122,14 +126,21 @@ def shaped(
     tensor_parallel_size: int = 1,
     kv_cache_dtype: str = "auto",
 ) -> Params:
-    """Returns a model with random weights, reading only the config."""
+    """Returns a model with random weights, reading only headers.
+
+    Formats are those that loading the files would give; a Hub id's are numbers, or Q8_0 if asked.
+    """
     config = read_config(model, revision=revision)
-    default = "bfloat16" if jax.default_backend() == "gpu" else "float32"
-    made = random_model(
-        *(config, jnp.dtype(dtype or default), model),
-        quantized=parse_weights(weights),
-        tensor_parallel_size=tensor_parallel_size,
-    )
+    dtype = jnp.dtype(dtype or ("bfloat16" if jax.default_backend() == "gpu" else "float32"))
+    option = parse_weights(weights, dtype)
+    path = checked_path(locate(model, revision, weights=False), model)
+    planned = plan_files(path, option, tensor_parallel_size)
+    if planned is None:
+        form_at = all_q8_0 if option == "q8_0" else plain
+    else:
+        form_at = {each.weight.path: each.form for each in planned}.get
+    ranks = tensor_parallel_size
+    made = random_model(config, dtype, model, form_at=form_at, tensor_parallel_size=ranks)
     return replace(made, kv_cache_dtype=kv_cache_dtype)
 
 

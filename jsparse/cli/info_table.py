@@ -32,6 +32,7 @@ def rows(info: dict[str, Any]) -> list[tuple[str, str]]:
             f"{memory.size(info['weight_bytes']['float32'])} in float32, {memory.size(short)} in "
             f"bfloat16 and float16, {memory.size(info['weight_bytes']['q8_0'])} in q8_0",
         ),
+        *_formats(info),
         ("KV cache per token", f"{per_token} in {_of_cache(info)}"),
         *_of_each_device(info),
         *(
@@ -52,7 +53,7 @@ def rows(info: dict[str, Any]) -> list[tuple[str, str]]:
         ("memory free now", memory.size(info["free_bytes"])),
         (
             "fits beside weights",
-            f"one prompt of up to {info['longest_context']} tokens, in {_types(info)}",
+            f"one prompt of up to {info['longest_context']} tokens, in {info['types']}",
         ),
         (
             "",
@@ -62,10 +63,17 @@ def rows(info: dict[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-def _types(info: dict[str, Any]) -> str:
-    """Returns the types of weights and cache as text."""
-    types = [info["weights"] or info["dtype"], _of_cache(info)]
-    return " and ".join(dict.fromkeys(types))
+def _formats(info: dict[str, Any]) -> list[tuple[str, str]]:
+    """Returns a row per kind of matrix, with the format in which it is loaded."""
+    rows = []
+    for kind in info["weight_formats"]:
+        count, stored = kind["matrices"], kind["stored"]
+        text = f"{count} {'matrix' if count == 1 else 'matrices'} in {kind['format']}, "
+        text += memory.size(kind["bytes"])
+        text += "" if stored == kind["format"] else f", from {stored}"
+        text += f" ({kind['reason']})" if kind["reason"] else ""
+        rows.append(("" if rows else "loads", text))
+    return rows
 
 
 def _of_cache(info: dict[str, Any]) -> str:
@@ -78,7 +86,7 @@ def _of_each_device(info: dict[str, Any]) -> list[tuple[str, str]]:
         return []
     weights, cache = info["device_weight_bytes"], info["device_cache_bytes_per_token"]
     sizes = f"{memory.size(weights)} of weights, {memory.size(cache)} of KV cache per token"
-    return [(f"each of {info['devices']} devices", f"{sizes}, in {_types(info)}")]
+    return [(f"each of {info['devices']} devices", f"{sizes}, in {info['types']}")]
 
 
 def _kept(info: dict[str, Any]) -> str:

@@ -27,10 +27,11 @@ DtypeOption = Annotated[
     Option(help="Type of the weights; the default is bfloat16 on a GPU, float32 elsewhere."),
 ]
 WeightsOption = Annotated[
-    Literal["q8_0"] | None,
+    Literal["auto", "q8_0", "plain", "bf16"] | None,
     Option(
-        help="q8_0 stores matrices in 8-bit blocks; the default is numbers of the dtype, or "
-        "what was saved."
+        help="auto, the default, keeps a file's 4- to 8-bit matrices where kernels read them; "
+        "plain widens them to the dtype; q8_0 stores all in 8-bit blocks; bf16 is plain in "
+        "bfloat16."
     ),
 ]
 KVCacheDtypeOption = Annotated[

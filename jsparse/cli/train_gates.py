@@ -54,7 +54,11 @@ def train_gates(options: TrainGatesOptions) -> None:
     out = options.out
     with closing(Bars()) as bars:
         params = load(
-            options.model, dtype=options.dtype, revision=options.revision, on_progress=bars.load
+            options.model,
+            dtype=options.dtype,
+            weights="plain",
+            revision=options.revision,
+            on_progress=bars.load,
         )
     tokenizer, config = tokenizer_of(params, "the training"), params.config
     source = source_of(tokenizer, options)

@@ -31,7 +31,8 @@ def load_engine(
         policy: the policy or its expression.
         dtype: "float32", "bfloat16" or "float16"; None: bfloat16 on a GPU and float32 elsewhere. It
             and the next four are for `jsparse.load`.
-        weights: "q8_0" keeps matrices in blocks of 8 bits; None: numbers of `dtype`.
+        weights: "q8_0" stores matrices in blocks of 8 bits, "plain" as numbers of `dtype`; None:
+            as the file has them where kernels read them.
         revision: a branch, tag or commit, for Hub ids.
         tokenizer: a fast transformers tokenizer, or a jsparse one, instead of the model's.
         chat_template: a file with a Jinja template, instead of the tokenizer's.

@@ -1,26 +1,27 @@
 """Describes a model and its memory, from its files' headers alone."""
 
 import dataclasses
-import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 
 from jsparse.cache import CacheSpec
+from jsparse.evaluation.weight_sizes import (
+    ITEM_BYTES,
+    assumed_weights,
+    num_parameters,
+    own_weight_bytes,
+    planned_weights,
+)
 from jsparse.hyper_parameters import whole_number
 from jsparse.machine import memory
-from jsparse.models.checkpoint import (
-    named_types,
-    parse_weights,
-    require_blocks_of,
-    require_kv_cache_dtype,
-)
+from jsparse.models.checkpoint import require_kv_cache_dtype
 from jsparse.models.config import ModelConfig
-from jsparse.models.config_files import FAMILIES, read_config, saved_in_blocks
-from jsparse.models.weights import Weight, list_weights
-from jsparse.pallas_kernels.weight_blocks import BLOCK
+from jsparse.models.config_files import checked_path, read_config
+from jsparse.models.formats import plan_files
+from jsparse.models.hub import locate
+from jsparse.models.weight_plan import named_types, parse_weights
 from jsparse.policies.auto import auto, choose
 from jsparse.policies.expressions import as_policy
 from jsparse.policy import AnyPolicy, Policy, resolved
@@ -28,7 +29,6 @@ from jsparse.runtime import capacity
 from jsparse.runtime.host_store import available_host_bytes
 from jsparse.runtime.store import store_of
 
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 PAGE_SIZE = 16
 
 
@@ -52,24 +52,28 @@ def describe(
 
     Raises:
         FileNotFoundError: there is no such model.
-        ValueError: the kind of model is not supported, `context` is out of range, the policy is
-            invalid, or the model cannot be spread over that number of devices.
+        ValueError: the kind of model is not supported, its files would not load, `context` is out
+            of range, the policy is invalid, or the model cannot be spread over that number of
+            devices.
     """
     whole_number("tensor_parallel_size", tensor_parallel_size, 1)
     require_kv_cache_dtype(kv_cache_dtype)
     original = as_policy(policy)
     config = read_config(model, revision=revision)
-    if saved_in_blocks(Path(model)):
-        weights = "q8_0"
-    if parse_weights(weights):
-        require_blocks_of(config, tensor_parallel_size)
+    option = parse_weights(weights, dtype)
+    path = checked_path(locate(model, revision, weights=False), model)
+    planned = plan_files(path, option, tensor_parallel_size)
     limit = config.max_position_embeddings
     context = limit if context is None else context
     if not 1 <= context <= limit:
         raise ValueError(f"context={context}: must be from 1 to {limit}, the model's maximum")
     ranks = tensor_parallel_size
     own = config.of_rank(ranks)
-    types = named_types(dtype, kv_cache_dtype, quantized=weights is not None)
+    if planned is None:
+        of_weights = assumed_weights(config, ranks, dtype, option)
+    else:
+        of_weights = planned_weights(planned, config, ranks, dtype)
+    types = named_types(dtype, kv_cache_dtype, of_weights.forms)
     how = {"model": model, "types": types, "ranks": ranks, "kv_cache_dtype": kv_cache_dtype}
     sizes = _spec(own, -(-context // PAGE_SIZE), dtype)._replace(**how)
     policy = resolved(original, sizes)
@@ -79,8 +83,7 @@ def describe(
     on_host = store_of(policy, sizes).host_bytes() > 0
     growth, fixed = kept_beside(sizes, policy, limit)
     of_cache, of_prompt = on_device(sizes, policy, limit)
-    of_weights = own_weight_bytes(config, ranks, dtype, weights)
-    room = max(free - of_weights, 0)
+    room = max(free - of_weights.device_bytes, 0)
     tokens = max(room - fixed - of_prompt, 0) // (of_cache + growth)
     prompts = room // (context * (of_cache + growth) + fixed + of_prompt)
     if on_host:
@@ -91,11 +94,13 @@ def describe(
         "config": dataclasses.asdict(config),
         "parameters": parameters,
         "devices": ranks,
-        "device_weight_bytes": of_weights,
+        "device_weight_bytes": of_weights.device_bytes,
         "weight_bytes": {name: parameters * size for name, size in ITEM_BYTES.items()}
         | {"q8_0": own_weight_bytes(config, 1, dtype, "q8_0")},
+        "weight_formats": of_weights.formats,
         "dtype": dtype,
-        "weights": weights,
+        "weights": option,
+        "types": types,
         "kv_cache_dtype": kv_cache_dtype,
         "cache_bytes_per_token": per_token,
         "device_cache_bytes_per_token": of_cache,
@@ -159,34 +164,3 @@ def _spec(config: ModelConfig, pages: int, dtype: str) -> CacheSpec:
     """Returns the sizes of a cache for one prompt."""
     heads = config.num_heads, config.num_kv_heads, config.head_dim
     return CacheSpec(config.num_layers, 1, *heads, PAGE_SIZE, pages, jnp.dtype(dtype))
-
-
-def num_own_parameters(config: ModelConfig, ranks: int) -> int:
-    """Counts the values in the weights of each rank (jsparse.ranks)."""
-    heads = 0 if config.tie_word_embeddings else config.hidden_size * config.vocab_size
-    return num_parameters(config.of_rank(ranks)) - heads + heads // config.vocab_parts(ranks)
-
-
-def own_weight_bytes(config: ModelConfig, ranks: int, dtype: str, weights: str | None) -> int:
-    """Returns the bytes of the weights of each rank."""
-    count = num_own_parameters(config, ranks)
-    if not parse_weights(weights):
-        return count * ITEM_BYTES[dtype]
-    vectors = num_parameters(config.of_rank(ranks), lambda weight: not weight.is_matrix)
-    return vectors * ITEM_BYTES[dtype] + (count - vectors) * (BLOCK + 2) // BLOCK
-
-
-def num_parameters(config: ModelConfig, counted: Callable[[Weight], bool] = lambda _: True) -> int:
-    """Counts the values in the weights, or in some; a tied embedding counts once."""
-    names = FAMILIES[config.family].hf_names
-
-    def count(layers: int) -> int:
-        shallow = dataclasses.replace(config, num_layers=layers)
-        return sum(
-            math.prod(weight.shape)
-            for weight in list_weights(Path(), layers, shallow, names)
-            if counted(weight)
-        )
-
-    # layers are alike: listing all of an absurd number of them would take forever
-    return count(1) + (config.num_layers - 1) * (count(2) - count(1))

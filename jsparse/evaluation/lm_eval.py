@@ -87,7 +87,7 @@ class JSparseLM(TemplateLM):
             batch_size: an integer, or its text.
             max_gen_toks: an integer less than max_length.
             page_size: tokens per page, one of 8, 16, 32, 64.
-            weights: "q8_0" stores matrices in 8-bit blocks.
+            weights: that of `jsparse.load`, such as "q8_0".
             tensor_parallel_size: the number of devices for tensor parallelism.
             kv_cache_dtype: "int8" stores K and V in 8 bits.
             device: ignored, since jax chooses; the harness' command always passes one.

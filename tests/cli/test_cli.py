@@ -308,7 +308,7 @@ def test_info_prints_the_bytes_of_8_bit_k_and_v():
     assert json.loads(run(*asked, "--json").stdout)["cache_bytes_per_token"] == per_token
     shown = run(*asked).stdout
     assert f"{per_token} B in int8" in shown
-    assert "tokens, in float32 and int8" in shown
+    assert "tokens, in float32, int8 KV" in shown
 
 
 def test_info_prints_the_extra_bytes_of_twilight(tmp_path):

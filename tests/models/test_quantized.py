@@ -12,10 +12,10 @@ from gguf.quants import dequantize, quantize
 import jsparse
 from jsparse.evaluation.info import describe
 from jsparse.models.checkpoint import Params, load, save, spread
-from jsparse.models.quantized import all_q8_0, to_blocks
+from jsparse.models.quantized import all_q8_0, is_matrix, is_transposed, to_blocks
 from jsparse.models.transformer import random_weights, weight_shapes
-from jsparse.models.weights import in_blocks
-from jsparse.pallas_kernels.weight_blocks import BLOCK, dequantized
+from jsparse.models.weights import by_path, tree
+from jsparse.pallas_kernels.weight_blocks import BLOCK, FORMS, dequantized
 from tests.support.marks import slow_except
 from tests.support.programs import shared
 from tests.support.tiny import random_prompts, tiny_params
@@ -35,6 +35,17 @@ SIZES = {"intermediate_size": 96, "head_dim": 16, "num_hidden_layers": 1}
 def llama_cpps(matrix):
     """llama.cpp's blocks of a matrix [out, in]."""
     return dequantize(quantize(np.ascontiguousarray(matrix), Q8_0), Q8_0)
+
+
+def in_blocks(weights):
+    """The tree with its matrices in Q8_0."""
+    made = {}
+    for keys, leaf in jax.tree.leaves_with_path(weights["params"]):
+        path = "/".join(key.key for key in keys)
+        if is_matrix(path):
+            leaf = to_blocks(leaf.T if is_transposed(path) else leaf)
+        made |= dict(by_path(path, leaf))
+    return tree(made)
 
 
 def numbers_of(weights):
@@ -101,7 +112,7 @@ def test_blocks_of_a_file_are_kept(family, tmp_path):
             raw[name] = quantize(np.ascontiguousarray(ordered), Q8_0), Q8_0
     file = write_gguf(tmp_path / "model.gguf", config, tensors, raw=raw)
     ours = load(file, dtype="float32", weights="q8_0")
-    assert ours.quantized
+    assert ours.forms == {FORMS["q8_0"]}
     numbers = {name: llama_cpps(x) if x.ndim == 2 else x for name, x in tensors.items()}
     expected = expected_weights(config, numbers)
     jax.tree.map(np.testing.assert_array_equal, numbers_of(ours.weights), expected)
@@ -136,7 +147,7 @@ def test_blocks_are_made_from_any_format(tied, tmp_path):
         load(tmp_path / "plain", dtype="bfloat16", weights="q8_0"),
         load(tmp_path / "ours", dtype="float32"),
     ):
-        assert again.quantized
+        assert again.forms == {FORMS["q8_0"]}
         for own, other in zip(jax.tree.leaves(again.weights), jax.tree.leaves(blocks), strict=True):
             np.testing.assert_array_equal(own, other.astype(own.dtype))
 
@@ -187,7 +198,7 @@ def test_blocks_are_spread_over_devices(tied):
 
 
 def test_weights_that_do_not_fit_blocks_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="weights='int4': must be 'q8_0' or None"):
+    with pytest.raises(ValueError, match="weights='int4': must be one of .*'plain'"):
         load("smollm2", weights="int4")
     config = hf_config("llama", **SIZES | {"intermediate_size": 48})
     folder = write_folder(tmp_path / "odd", config, hf_tensors(config))

@@ -1,0 +1,143 @@
+"""Reads a checkpoint's tensors into the decoder's tree.
+
+All names and shapes are checked, and all formats chosen, before the first tensor is read. One
+weight at a time then goes to the device, where its tensors are converted and joined; the host never
+has more than one tensor.
+"""
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jsparse.machine import memory
+from jsparse.models.joined_blocks import common_form, joined
+from jsparse.models.quantized import to_blocks
+from jsparse.models.spreading import Spreading
+from jsparse.models.transformer import Weights
+from jsparse.models.weight_plan import Planned, forms_of, named_types
+from jsparse.models.weights import OnProgress, TensorSource, TensorStore, Weight, by_path, tree
+from jsparse.pallas_kernels.weight_blocks import Blocks, Form, dequantized, is_blocks
+
+# bytes per number for temporary arrays: to convert numbers to blocks, to join tensors of numbers,
+# and to convert blocks to a common format
+TO_BLOCKS, TO_JOIN, TO_COMMON = 12, 4, 4
+
+
+def read_weights(
+    planned: Sequence[Planned],
+    store: TensorStore,
+    dtype: Any,
+    on_progress: OnProgress | None,
+    spreading: Spreading | None = None,
+) -> Weights:
+    """Reads every tensor and returns the tree on the default device, or spread over several.
+
+    Raises:
+        ValueError: the weights do not fit in the device's memory.
+    """
+    needed = memory_needed(planned, store, dtype, spreading)
+    if needed > (there := memory.available_bytes()):
+        raise ValueError(
+            f"{store.path} takes {memory.size(needed)} in "
+            f"{named_types(dtype, 'auto', forms_of(planned))}: "
+            f"must fit in the {memory.size(there)} that are free"
+        )
+    sources = [source for each in planned for source in each.weight.sources]
+    total, done = sum(store.nbytes(source.name) for source in sources), 0
+    arrays: dict[str, jax.Array] = {}
+    for each in planned:
+        parts = []
+        for source, stored in zip(each.weight.sources, each.stored, strict=True):
+            parts.append(_read(source, store, in_blocks=stays(stored, each.form)))
+            done += store.nbytes(source.name)
+            if on_progress is not None:
+                on_progress(done, total)
+        # Wait, so that the host does not run ahead of the copies with many tensors in memory.
+        if each.form is None:
+            whole = _join(tuple(parts), each.weight.transposed, dtype)
+        else:
+            whole = _join_blocks(parts, each.form)
+        whole = jax.block_until_ready(whole)
+        for path, array in by_path(each.weight.path, whole):
+            if spreading is not None:
+                array = jax.block_until_ready(spreading.place(path, array))
+            arrays[path] = array
+    return tree(arrays)
+
+
+def memory_needed(
+    planned: Sequence[Planned], store: TensorStore, dtype: Any, spreading: Spreading | None = None
+) -> int:
+    """Returns the bytes that a device needs to read weights in this order.
+
+    These are its part of the weights so far and the temporary arrays of the next one: the tensors
+    as stored, their blocks before they are joined, and, for several devices, the whole weight.
+    """
+    kept = needed = 0
+    for each in planned:
+        size, temporary = each.nbytes(dtype), 0
+        for source, stored in zip(each.weight.sources, each.stored, strict=True):
+            count = math.prod(source.shape)
+            if stays(stored, each.form):
+                temporary += store.nbytes(source.name) + (stored != each.form) * TO_COMMON * count
+            else:
+                temporary += (TO_JOIN if each.form is None else TO_BLOCKS) * count
+        if each.form is not None and len(each.stored) > 1:
+            temporary += size
+        kept += size if spreading is None else spreading.own_size(each.weight.path, size)
+        needed = max(needed, kept + temporary + (0 if spreading is None else size))
+    return needed
+
+
+def stays(stored: Form | None, form: Form | None) -> bool:
+    """Returns whether a tensor's blocks are kept in a weight of another format, or the same."""
+    return stored is not None and form is not None and common_form((stored, form)) == form
+
+
+def converted(matrix: Any, weight: Weight, form: Form | None, dtype: Any) -> Any:
+    """Returns a matrix of the tree as numbers of a dtype, or else in Q8_0, the only other form."""
+    if is_blocks(matrix):
+        rows = _numbers(matrix, dtype if form is None else jnp.float32)
+    else:
+        rows = matrix.T if weight.transposed else matrix
+    if form is not None:
+        return to_blocks(rows)
+    return rows.T if weight.transposed else rows
+
+
+@partial(jax.jit, static_argnames="dtype")
+def _numbers(matrix: Blocks, dtype: Any) -> jax.Array:
+    return dequantized(matrix, dtype)
+
+
+def _read(source: TensorSource, store: TensorStore, *, in_blocks: bool) -> Any:
+    stored = store.blocks(source.name) if in_blocks else None
+    if stored is None:
+        return jax.device_put(_in_order(source, store.read(source.name)))
+    arrays = {name: _in_order(source, array) for name, array in stored.arrays.items()}
+    return stored.convert(jax.device_put(arrays))
+
+
+def _in_order(source: TensorSource, tensor: np.ndarray) -> np.ndarray:
+    if not source.interleaved_heads:
+        return tensor
+    # llama.cpp stores a head's rows as 0, H/2, 1, H/2 + 1, ...
+    pairs = tensor.reshape(source.interleaved_heads, -1, 2, *tensor.shape[1:])
+    return pairs.swapaxes(1, 2).reshape(tensor.shape)
+
+
+def _join_blocks(parts: Sequence[Any], form: Form) -> Blocks:
+    """Returns a matrix in blocks: the file's own, or converted from its numbers in float32."""
+    made = [part if is_blocks(part) else to_blocks(part) for part in parts]
+    return joined(tuple(made), form) if len(made) > 1 else made[0]
+
+
+@partial(jax.jit, static_argnames=("transposed", "dtype"))
+def _join(parts: tuple[jax.Array, ...], transposed: bool, dtype: Any) -> jax.Array:
+    whole = jnp.concatenate(parts)
+    return (whole.T if transposed else whole).astype(dtype)
