@@ -12,10 +12,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float16, Int8, UInt8
 
-from jsparse.pallas_kernels.weight_blocks import BLOCK, FORMS, SUPER, Blocks, out_axis, packed
-
-AT_ONCE = 1 << 22
-"""Numbers to convert at a time, which limits temporary memory."""
+from jsparse.models.weights import AT_ONCE
+from jsparse.pallas_kernels.weight_blocks import (
+    BLOCK,
+    FORMS,
+    SUPER,
+    Blocks,
+    Form,
+    out_axis,
+    packed,
+)
 
 Row = UInt8[Array, "blocks bytes"]
 Parts = dict[str, Array]
@@ -83,21 +89,27 @@ def scales_and_mins(row: Row) -> Parts:
     }
 
 
-def _converted(of_row: Callable[[Row], Parts], block: int, arrays: Parts) -> Blocks:
-    """Converts a tensor's bytes, uint8 [out, blocks, bytes], in blocks of `block` numbers."""
+def _converted(of_row: Callable[[Row], Parts], form: Form, arrays: Parts) -> Blocks:
+    """Converts a tensor's bytes, uint8 [out, blocks, bytes], some rows at a time."""
     rows = arrays["rows"]
+    out, width = len(rows), rows.shape[1] * form.multiple
+    count = min(out, max(1, AT_ONCE // width))
 
-    def one(row: Row) -> Parts:
-        return {name: array.reshape(-1) for name, array in of_row(row).items()}
+    def convert(nth: Array, made: Any) -> Any:
+        first = jnp.minimum(nth * count, out - count)  # the last ones may be converted twice
+        some = jax.vmap(of_row)(jax.lax.dynamic_slice_in_dim(rows, first, count))
+        for name, array in some.items():
+            axis, flat = out_axis(name), array.reshape(count, -1)
+            part = flat if axis == 0 else flat.T
+            made[name] = jax.lax.dynamic_update_slice_in_dim(made[name], part, first, axis)
+        return made
 
-    at_once = max(1, AT_ONCE // (rows.shape[1] * block))
-    made = jax.lax.map(one, rows, batch_size=min(at_once, len(rows)))
-    turned: Any = {name: x if out_axis(name) == 0 else x.T for name, x in made.items()}
-    return turned
+    empty = {name: jnp.zeros(x.shape, x.dtype) for name, x in form.arrays(out, width).items()}
+    return jax.lax.fori_loop(0, -(-out // count), convert, empty)
 
 
 CONVERT = {
-    of_row.__name__: jax.jit(partial(_converted, of_row, FORMS[of_row.__name__].multiple))
+    of_row.__name__: jax.jit(partial(_converted, of_row, FORMS[of_row.__name__]))
     for of_row in (q4_0, q4_k, q5_k, q6_k, q8_0)
 }
 """The conversion of a tensor of each format: {"rows": uint8 [out, blocks, bytes]} to `Blocks`."""

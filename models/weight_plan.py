@@ -100,7 +100,7 @@ def plan_weight(
     forms = [form for form in stored if form is not None]
     if not forms:
         quantised = set(kinds) - _FLOATS
-        return found._replace(reason="is in no format that products read" if quantised else "")
+        return found._replace(reason="no kernel reads this format" if quantised else "")
     form = common_form(forms) if len(forms) == len(stored) else None
     if form is None:
         return found._replace(reason="joins tensors of different formats")

@@ -20,11 +20,19 @@ from jsparse.models.quantized import to_blocks
 from jsparse.models.spreading import Spreading
 from jsparse.models.transformer import Weights
 from jsparse.models.weight_plan import Planned, forms_of, named_types
-from jsparse.models.weights import OnProgress, TensorSource, TensorStore, Weight, by_path, tree
+from jsparse.models.weights import (
+    AT_ONCE,
+    OnProgress,
+    TensorSource,
+    TensorStore,
+    Weight,
+    by_path,
+    tree,
+)
 from jsparse.pallas_kernels.weight_blocks import Blocks, Form, dequantized, is_blocks
 
 # bytes per number for temporary arrays: to convert numbers to blocks, to join tensors of numbers,
-# and to convert blocks to a common format
+# and to convert stored blocks or those of another format
 TO_BLOCKS, TO_JOIN, TO_COMMON = 12, 4, 4
 
 
@@ -84,7 +92,8 @@ def memory_needed(
         for source, stored in zip(each.weight.sources, each.stored, strict=True):
             count = math.prod(source.shape)
             if stays(stored, each.form):
-                temporary += store.nbytes(source.name) + (stored != each.form) * TO_COMMON * count
+                at_once = min(count, AT_ONCE) if stored == each.form else count
+                temporary += store.nbytes(source.name) + TO_COMMON * at_once
             else:
                 temporary += (TO_JOIN if each.form is None else TO_BLOCKS) * count
         if each.form is not None and len(each.stored) > 1:

@@ -18,6 +18,8 @@ from jsparse.models.transformer import Weights
 from jsparse.pallas_kernels.weight_blocks import Blocks, Form
 
 OnProgress = Callable[[int, int], None]
+AT_ONCE = 1 << 22
+"""Numbers to convert to blocks at a time, which limits temporary memory."""
 
 
 class Stored(NamedTuple):
@@ -25,8 +27,8 @@ class Stored(NamedTuple):
 
     Attributes:
         arrays: its parts by name; the first axis of a GGUF tensor's is its rows.
-        convert: a function that jax.jit made, from these arrays to `Blocks`. It belongs to a
-            module, so that tensors of one shape share a compiled program.
+        convert: a function that jax.jit made, from these arrays to `Blocks`, `AT_ONCE` numbers at
+            a time. It belongs to a module, so that tensors of one shape share a compiled program.
     """
 
     arrays: dict[str, np.ndarray]

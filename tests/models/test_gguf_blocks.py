@@ -26,7 +26,7 @@ def random_rows(name, out, width, seed=0):
 
 @pytest.mark.parametrize("name", FORMS)
 def test_numbers_equal_those_of_the_package(name, monkeypatch):
-    monkeypatch.setattr(gguf_blocks, "AT_ONCE", 4 * 512)  # 4, 4 and 1 rows at a time
+    monkeypatch.setattr(gguf_blocks, "AT_ONCE", 4 * 512)  # 4 rows at a time, three of them twice
     rows, numbers = random_rows(name, 9, 512)
     made = gguf_blocks.CONVERT[name]({"rows": rows})
     assert form_of(made) == FORMS[name]
