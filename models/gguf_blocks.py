@@ -96,7 +96,7 @@ def _converted(of_row: Callable[[Row], Parts], form: Form, arrays: Parts) -> Blo
     count = min(out, max(1, AT_ONCE // width))
 
     def convert(nth: Array, made: Any) -> Any:
-        first = jnp.minimum(nth * count, out - count)  # the last ones may be converted twice
+        first = nth * count  # clamped by jax: the last rows may be converted twice
         some = jax.vmap(of_row)(jax.lax.dynamic_slice_in_dim(rows, first, count))
         for name, array in some.items():
             axis, flat = out_axis(name), array.reshape(count, -1)

@@ -92,7 +92,7 @@ def test_matrices_are_widened_without_kernels(tmp_path):
 
 
 def test_info_describes_the_formats_that_loading_gives(kernels, tmp_path):
-    kinds = {"v_proj": "q4_0", "down_proj": "q5_1", "up_proj": "q5_k"}
+    kinds = {"v_proj": "q5_1", "down_proj": "q5_1", "up_proj": "q5_k"}
     file, expected = written(tmp_path / "m.gguf", kinds)
     asked = ["info", str(file), "--dtype", "float32"]
     told = json.loads(CliRunner().invoke(app, [*asked, "--json"]).stdout)
@@ -100,7 +100,7 @@ def test_info_describes_the_formats_that_loading_gives(kernels, tmp_path):
     assert told["weight_formats"] == [
         {"stored": "q4_k", "format": "q4_k", "reason": "", "matrices": 3}
         | {"bytes": (2 * 40 * 256 + size) * 37 // 64},
-        {"stored": "q4_k and q4_0", "format": "float32", "matrices": 1, "bytes": 2 * size * 4}
+        {"stored": "q4_k and q5_1", "format": "float32", "matrices": 1, "bytes": 2 * size * 4}
         | {"reason": "joins tensors of different formats"},
         {"stored": "q4_k and q5_k", "format": "q5_k", "reason": "", "matrices": 1}
         | {"bytes": 2 * size * 45 // 64},
