@@ -38,7 +38,7 @@ def learn(params, state, tokens, generated, advantages):
 
 def main() -> None:
     """Trains, and prints the mean reward of each step's samples."""
-    params: Any = jsparse.load("smollm2", dtype="float32")
+    params: Any = jsparse.load("smollm2", dtype="float32", weights="plain")
     state = OPTIMISER.init(params)
     # with another policy, exact=True: the learner's attention is dense
     llm = jsparse.LLM(params, "dense", max_model_len=64, max_num_seqs=len(PROMPTS) * SAMPLES)

@@ -13,7 +13,7 @@ from jsparse.train.passkey import passkeys
 from jsparse.train.settings import Settings
 from jsparse.train.trainer import Trainer
 
-params = jsparse.load("smollm2")
+params = jsparse.load("smollm2", weights="plain")
 heads = params.config.num_layers * params.config.num_kv_heads
 # one in eight, including all heads of the first layer
 target = max(heads // 8, params.config.num_kv_heads + 1)
