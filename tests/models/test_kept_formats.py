@@ -153,6 +153,8 @@ def test_logits_match_those_of_the_widened_model_on_any_number_of_devices():
 def test_saved_models_keep_each_format(tmp_path):
     kept, wide = mixed()
     save(kept, tmp_path / "kept")
+    config = tmp_path / "kept" / "config.json"  # earlier versions also wrote a field "weights"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"weights": "q8_0"}))
     again = load(tmp_path / "kept", dtype="float32")
     jax.tree.map(np.testing.assert_array_equal, again.weights, kept.weights)
     plain = load(tmp_path / "kept", dtype="float32", weights="plain")
