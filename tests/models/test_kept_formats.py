@@ -25,10 +25,10 @@ from jsparse.models.weight_plan import parse_weights, plan_weights
 from jsparse.models.weight_reading import memory_needed
 from jsparse.models.weights import list_weights
 from jsparse.pallas_kernels.weight_blocks import FORMS, Form
-from jsparse.train.trainer import Trainer
 from tests.models.test_gguf_blocks import random_rows
 from tests.models.test_quantized import numbers_of
 from tests.support.programs import shared
+from tests.support.small_training import trainer
 from tests.support.tiny import tiny_params
 from tests.support.writers import (
     expected_weights,
@@ -237,6 +237,5 @@ def test_bf16_is_plain_in_a_model_of_that_type():
 
 
 def test_models_in_blocks_are_not_trained(tmp_path):
-    none: Any = (None, None)
     with pytest.raises(ValueError, match="must be loaded with weights='plain' to train"):
-        Trainer(mixed()[0], *none, tmp_path)
+        trainer(tmp_path, params=mixed()[0])
