@@ -4,11 +4,11 @@ Names of weights are paths in the decoder's tree ("layers_{i}/mlp/down/kernel").
 checkpoint's tensors for it, in the order in which they are joined.
 """
 
-import reprlib
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from jsparse.models.config import ModelConfig, refuse, require
+from jsparse.models.quantization_config import scheme_of
 from jsparse.models.rope_scaling import rope_from_gguf, rope_from_hf
 
 Names = dict[str, tuple[str, ...]]
@@ -118,11 +118,7 @@ FAMILIES = {family.name: family for family in _FAMILIES}
 
 def sizes_from_hf(config: dict[str, Any]) -> dict[str, Any]:
     """Returns the fields common to every config.json, under ModelConfig's names."""
-    if quantization := config.get("quantization_config") or config.get("compression_config"):
-        raise ValueError(
-            f"the checkpoint is quantised with {_quantization_method(quantization)}: must be in "
-            "float32, float16 or bfloat16, or a GGUF file; weights='q8_0' makes blocks of 8 bits"
-        )
+    scheme_of(config)  # raises if the checkpoint is quantized in an unsupported way
     refuse(config, "hidden_act", ("silu",))
     refuse(config, "use_sliding_window", (False,))
     for fields in (config, config.get("rope_parameters") or {}):
@@ -172,12 +168,6 @@ def sizes_from_gguf(metadata: Mapping[str, Any], tensor_names: Collection[str]) 
         "tie_word_embeddings": "output.weight" not in tensor_names,
         **rope_from_gguf(fields),
     }
-
-
-def _quantization_method(quantization: Any) -> Any:
-    """Returns the method of a config.json's quantization_config, or else all of its fields."""
-    fields = quantization if isinstance(quantization, dict) else {}
-    return fields.get("quant_method", reprlib.repr(quantization))
 
 
 def _count(config: dict[str, Any], key: str) -> int:

@@ -17,7 +17,9 @@ from jsparse.models.families import FAMILIES, Family, Names
 from jsparse.models.generation_config import read_generation_config, read_gguf_settings
 from jsparse.models.gguf import GGUFFile
 from jsparse.models.indexer import INDEXER, is_of_indexer, read_indexer, require_fit
-from jsparse.models.safetensors_files import SafetensorsFolder
+from jsparse.models.quantization_config import scheme_of
+from jsparse.models.quantized_safetensors import QuantizedSafetensors
+from jsparse.models.safetensors_files import SafetensorsFolder, read_json
 from jsparse.models.spreading import Spreading
 from jsparse.models.tokenizer import Tokenizer, as_tokenizer
 from jsparse.models.tokenizer_files import stated_ends
@@ -204,7 +206,7 @@ def _gguf(path: Path) -> GGUFFile:
     return store
 
 
-def _safetensors(folder: Path) -> SafetensorsFolder:
+def _safetensors(folder: Path) -> TensorStore:
     if not any(folder.glob("*.safetensors*")):
         if pickles := sorted(file.name for file in folder.iterdir() if file.suffix in PICKLES):
             raise ValueError(
@@ -217,7 +219,8 @@ def _safetensors(folder: Path) -> SafetensorsFolder:
             f"{folder} holds {_ADAPTER}: must be a model without an adapter; merge it into the "
             "weights first"
         )
-    return SafetensorsFolder(folder)
+    scheme = scheme_of(read_json(folder / "config.json"))
+    return SafetensorsFolder(folder) if scheme is None else QuantizedSafetensors(folder, scheme)
 
 
 def _check_tensors(weights: list[Weight], store: TensorStore) -> None:
@@ -237,6 +240,8 @@ def _check_tensors(weights: list[Weight], store: TensorStore) -> None:
         name
         for name in others
         if not name.endswith("rotary_emb.inv_freq") and not is_of_indexer(name)
+        # AutoGPTQ gives every linear map a bias
+        if not name.endswith(".bias") or store.read(name).any()
     }:
         raise ValueError(f"{store.path} holds {_some(extra)}, which this model has no place for")
 

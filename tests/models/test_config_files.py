@@ -61,11 +61,10 @@ def test_config_that_cannot_be_decoded_is_refused(tmp_path):
 
 
 def test_quantised_checkpoint_is_refused_with_its_method(tmp_path):
-    for method in ("fp8", "gptq"):
-        config = hf_config("llama", quantization_config={"quant_method": method, "bits": 4})
-        folder = write_folder(tmp_path, config, hf_tensors(config))
-        with pytest.raises(ValueError, match=rf"config\.json: .*quantised with {method}: must be"):
-            load(folder)
+    config = hf_config("llama", quantization_config={"quant_method": "bitsandbytes", "bits": 4})
+    folder = write_folder(tmp_path, config, hf_tensors(config))
+    with pytest.raises(ValueError, match=r"config\.json: .*quant_method='bitsandbytes' is not"):
+        load(folder)
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": None}))
     load(folder)
 

@@ -168,7 +168,7 @@ def test_metadata_that_contradict_the_tensors_are_refused(tmp_path):
 
 
 def test_unknown_tensors_and_misshapen_rope_factors_are_refused(tmp_path):
-    bias = {"blk.0.ffn_up.bias": np.zeros(48, np.float32)}
+    bias = {"blk.0.ffn_up.bias": np.ones(48, np.float32)}
     refuses(write_gguf(tmp_path / "bias.gguf", SMALL, TENSORS, extra=bias), "blk.0.ffn_up.bias")
     factors = {"rope_freqs.weight": np.ones(5, np.float32)}
     refuses(

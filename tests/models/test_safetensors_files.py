@@ -102,12 +102,16 @@ def test_config_that_contradicts_the_tensors_is_refused(folder):
 
 def test_unknown_tensors_are_refused_unless_harmless(tmp_path):
     tied = CONFIG | {"tie_word_embeddings": True}
-    harmless = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.zeros(4, np.float32)}
+    zeros = np.zeros(4, np.float32)
+    harmless = {
+        "model.layers.0.self_attn.rotary_emb.inv_freq": zeros,
+        "model.layers.0.mlp.gate_proj.bias": zeros,
+    }
     twice = {"lm_head.weight": TENSORS["model.embed_tokens.weight"]}
     params = load(write_folder(tmp_path / "tied", tied, TENSORS | twice | harmless))
     assert "lm_head" not in params.weights["params"]
     assert params.config.tie_word_embeddings
-    bias = {"model.layers.0.mlp.up_proj.bias": np.zeros(48, np.float32)}
+    bias = {"model.layers.0.mlp.up_proj.bias": np.eye(1, 48, dtype=np.float32)[0]}
     assert_refused(write_folder(tmp_path / "bias", CONFIG, TENSORS | bias), "mlp.up_proj.bias")
 
 
