@@ -4,12 +4,13 @@
 It is one persistent launch. A unit of work is 64 rows of the matrix over a part of its columns. One
 warpgroup copies chunks of columns by TMA, as far ahead as shared memory allows. The others convert
 x to fixed point while the first chunks are in flight, and then take chunks in turn. Tensor cores
-multiply the integers of both, block by block of 32 columns, without rounding. The sums are
-multiplied by the block's scale and unit and added in float32. The bits of a row of x do not depend
-on the other rows, up to 16 or 32 in all, but differ from those of other backends.
+multiply the integers of both, group by group of 16 or 32 columns, without rounding. The sums are
+multiplied by the group's scale and the block's unit and added in float32. Offsets are multiplied by
+sums of x. The bits of a row of x do not depend on the other rows, up to 4, 16 or 32 in all, but
+differ from those of other backends.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ from jaxtyping import Array, Float, Float32
 
 from jsparse.pallas_kernels.quantized_product.mosaic_integers import (
     SWIZZLE,
+    Digits,
     block_products,
     fixed_point,
     put_in_fixed_point,
@@ -30,12 +32,20 @@ from jsparse.pallas_kernels.quantized_product.mosaic_integers import (
 from jsparse.pallas_kernels.quantized_product.mosaic_shared import (
     BLOCKS_OF_H100,
     ROWS,
-    store_registers,
+    store_parts,
     tiled,
 )
-from jsparse.pallas_kernels.weight_blocks import BLOCK, Blocks
+from jsparse.pallas_kernels.weight_blocks import (
+    BLOCK,
+    SUPER,
+    Blocks,
+    Form,
+    codes_of,
+    form_of,
+    out_axis,
+)
 
-GROUPS = (16, 32)  # maximum rows of x per launch; the division of the work depends only on these
+GROUPS = (4, 16, 32)  # maximum rows of x per launch; the division of the work depends only on these
 PARTS = (1, 2, 4, 8)
 MEMORY = 232_448  # bytes of shared memory per program
 DIGIT_BYTES = 2**16  # target bytes of it for a part of x
@@ -47,8 +57,9 @@ class Problem:
     """Sizes of one launch; the key of compiled kernels.
 
     Attributes:
+        form: the format of the matrix.
         rows: rows of x.
-        padded: rows of x in a product, a multiple of 8.
+        padded: rows of x in a product, 4 or a multiple of 8.
         out, width: the sizes of the matrix.
         columns: columns per chunk.
         stages: chunks in shared memory, a multiple of `turns`.
@@ -58,6 +69,7 @@ class Problem:
         interpret: whether the kernel runs in the interpreter.
     """
 
+    form: Form
     rows: int
     padded: int
     out: int
@@ -89,7 +101,29 @@ class Problem:
     @property
     def at_once(self) -> int:
         """The number of blocks with their products in registers at once."""
-        return 4 if self.padded <= 16 else 2
+        return (4 if self.padded <= 16 else 2) // (2 if self.halves and self.padded > 8 else 1)
+
+    @property
+    def halves(self) -> bool:
+        """Whether a block's halves have their own scales."""
+        return self.form.group < BLOCK
+
+    @property
+    def apart(self) -> int:
+        """The number of parts into which a row's digits divide a part's sums."""
+        return 2 if self.digits.apart else 1
+
+    @property
+    def digits(self) -> Digits:
+        """The arrangement of x."""
+        per_sum = min(self.form.group, BLOCK) if self.form.mins else 0
+        return Digits(self.padded, 8 - self.form.bits, per_sum)
+
+    @property
+    def arrays(self) -> dict[str, tuple[tuple[int, int], Any]]:
+        """The shapes and dtypes of a chunk's arrays of the matrix."""
+        chunk = self.form.arrays(ROWS, self.columns)
+        return {name: (spec.shape, spec.dtype) for name, spec in chunk.items()}
 
     @property
     def others(self) -> int:
@@ -113,21 +147,24 @@ def few_rows(
     The integers override the fastest measured values. `interpret` runs the kernel on any machine,
     slowly, for tests.
     """
-    (rows, width), out = x.shape, matrix["values"].shape[0]
-    padded, group = -(-rows // 8) * 8, group_of(rows)
+    (rows, width), out, form = x.shape, len(matrix["values"]), form_of(matrix)
+    group = group_of(rows)
+    padded = group if group < 8 else -(-rows // 8) * 8
     if columns is None:
-        columns = 256 if group == GROUPS[0] else 128
+        columns = 256 if group < GROUPS[-1] or form.supers else 128
     if parts is None:
         parts = best_parts(out, width, columns, group)
+    chunks = -(-width // (columns * parts))
     if stages is None:
-        stages = most_stages(padded, columns, -(-width // (columns * parts)), turns)
+        stages = most_stages(form, padded, columns, chunks, turns)
     assert stages % turns == 0
+    assert columns % form.multiple == 0
     problem = Problem(
-        *(rows, padded, out, width, columns, stages, turns, parts),
+        *(form, rows, padded, out, width, columns, stages, turns, parts),
         blocks=min(blocks - blocks % parts, out // ROWS * parts),
         interpret=interpret,
     )
-    return _kernel(problem)(x, matrix["values"], matrix["scales"])
+    return _kernel(problem)(x, *(matrix[name] for name in problem.arrays))
 
 
 def group_of(rows: int) -> int:
@@ -152,35 +189,47 @@ def best_parts(out: int, width: int, columns: int, rows: int) -> int:
     return min(PARTS, key=cost)
 
 
-def most_stages(padded: int, columns: int, chunks: int, turns: int) -> int:
+def most_stages(form: Form, padded: int, columns: int, chunks: int, turns: int) -> int:
     """Returns the number of chunks that fit in shared memory: a multiple of `turns`, at most 8."""
-    of_x = chunks * columns * padded * (2 + 4 / BLOCK)  # digits and units
-    others = 4 * ROWS * padded * turns + 4096  # sums, and alignment of all of these
-    stage = ROWS * columns * (1 + 2 / BLOCK)
-    room = int((MEMORY - of_x - others) / stage)
+    numbers = 2 + max(padded // 4, 2) / padded  # digits and units, if there are 8 columns or more
+    of_x = chunks * columns * padded * (numbers + (0.5 if form.mins else 0))
+    others = 4 * ROWS * max(padded, 8) * turns + 8192  # sums, and alignment of all of these
+    room = int((MEMORY - of_x - others) / form.nbytes(ROWS, columns))
     return max(min(room, 8) // turns, 1) * turns
 
 
 class Refs(NamedTuple):
-    """A launch's arrays, and a program's shared memory and barriers, in the kernel's order.
+    """A launch's arrays, and a program's shared memory and barriers.
 
     One warpgroup fills a slot and another frees it. A slot's nth use is its barriers' nth phase.
     """
 
     x: Any  # [rows, in]
-    values: Any  # [out, in]
-    scales: Any  # [in / 32, out]
-    out: Any  # [parts, rows, out]: sums of each part
+    matrix: dict[str, Any]  # as in `Blocks`
+    out: Any  # [parts · digits apart, rows, out]: sums of each part
     digits_s: Any  # [2 · padded, part_columns]: the high digits of x, then the low ones
-    units_s: Any  # [part_columns / 32, padded]: units of x
-    values_s: Any  # [stages, ROWS, columns]
-    scales_s: Any  # [stages, columns / 32, ROWS]
-    sums_s: Any  # [turns - 1, ROWS, padded]: sums of all warpgroups but the first
+    units_s: Any  # [part_columns / 32, columns of x]: units of x
+    sums_of_x_s: Any  # [part_columns / group or 32, columns of x], or a placeholder
+    matrix_s: dict[str, Any]  # [stages, a chunk's array]
+    sums_s: Any  # [turns - 1, ROWS, columns of x]: sums of all warpgroups but the first
     x_full: Any  # all have converted their share of x to fixed point
-    full: Any  # [stages]: values and scales of a chunk have arrived
-    free: Any  # [stages]: they have been used
+    full: Any  # [stages]: a chunk has arrived
+    free: Any  # [stages]: it has been used
     sums_full: Any  # all but the first have stored their sums
     sums_free: Any  # the first has added them to its own
+
+    @classmethod
+    def named(cls, names: Sequence[str], refs: Sequence[Any]) -> "Refs":
+        """Returns the references of a launch, whose order is that of the fields."""
+        x, *rest = refs
+        count = len(names)
+        matrix, rest = dict(zip(names, rest, strict=False)), rest[count:]
+        (out, digits, units, sums), rest = rest[:4], rest[4:]
+        return cls(
+            *(x, matrix, out, digits, units, sums),
+            dict(zip(names, rest, strict=False)),
+            *rest[count:],
+        )
 
 
 @cache
@@ -188,7 +237,7 @@ def _kernel(p: Problem):
     """Builds the launch, which returns each part's sums [parts, rows, out]."""
 
     def body(*refs):
-        named, warpgroup = Refs(*refs), lax.axis_index("warpgroup")
+        named, warpgroup = Refs.named(list(p.arrays), refs), lax.axis_index("warpgroup")
 
         @pl.when(warpgroup < p.turns)
         def _():
@@ -199,18 +248,28 @@ def _kernel(p: Problem):
             _copy(p, named)
 
     body.__name__ = "quantized_product"
+    columns, per_sum = p.digits.columns, p.digits.per_sum
+    sums = (p.part_columns // per_sum, columns) if per_sum else (1, 8)
+    codes = ("values", "high")
 
     return plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((p.parts, p.rows, p.out), jnp.float32),
+        out_type=jax.ShapeDtypeStruct((p.parts * p.apart, p.rows, p.out), jnp.float32),
         scratch_types=[
             plgpu.SMEM((2 * p.padded, p.part_columns), jnp.int8, transforms=tiled(SWIZZLE, 1)),
-            plgpu.SMEM((p.part_columns // BLOCK, p.padded), jnp.float32),
-            plgpu.SMEM((p.stages, ROWS, p.columns), jnp.int8, transforms=tiled(SWIZZLE, 1)),
-            plgpu.SMEM((p.stages, p.columns // BLOCK, ROWS), jnp.float16),
-            plgpu.SMEM((p.others, ROWS, p.padded), jnp.float32),
+            plgpu.SMEM((p.part_columns // BLOCK, columns), jnp.float32),
+            plgpu.SMEM(sums, jnp.float32),
+            *(
+                plgpu.SMEM(
+                    (p.stages, *shape),
+                    dtype,
+                    transforms=tiled(min(shape[1], SWIZZLE), 1) if name in codes else (),
+                )
+                for name, (shape, dtype) in p.arrays.items()
+            ),
+            plgpu.SMEM((p.others, ROWS, columns), jnp.float32),
             plgpu.Barrier(num_arrivals=p.turns),
-            plgpu.Barrier(num_arrivals=2, num_barriers=p.stages),
+            plgpu.Barrier(num_arrivals=len(p.arrays), num_barriers=p.stages),
             plgpu.Barrier(num_barriers=p.stages),
             plgpu.Barrier(num_arrivals=p.others),
             plgpu.Barrier(),
@@ -239,36 +298,19 @@ def _rows_of(p: Problem, unit: Any) -> Any:
 def _multiply(p: Problem, r: Refs, warpgroup: Any) -> None:
     """Multiplies this warpgroup's chunks; the first warpgroup stores the sums of all."""
     part, units = _share(p)
-    put, multiply, store = (
-        (_put, _products, _store)
-        if p.interpret
-        else (put_in_fixed_point, block_products, store_registers)
-    )
-    put(r.x, r.digits_s, r.units_s, part * p.part_columns, p.turns)
+    put, store = (_put, _store) if p.interpret else (put_in_fixed_point, store_parts)
+    first_column = part * p.part_columns
+    put(r.x, r.digits_s, r.units_s, r.sums_of_x_s, first_column, p.turns, p.digits)
     if not p.interpret:
         plgpu.commit_smem()
     plgpu.barrier_arrive(r.x_full)
     plgpu.barrier_wait(r.x_full)
 
-    def add_block(product, scale, unit, acc):
-        product = (product[:, : p.padded] * 256 + product[:, p.padded :]).astype(jnp.float32)
-        scale = _load(p, scale, plgpu.Layout.WGMMA.reduce(1)).astype(jnp.float32)
-        scale = lax.broadcast_in_dim(scale, acc.shape, [0])
-        unit = lax.broadcast_in_dim(_load(p, unit, plgpu.Layout.WGMMA.reduce(0)), acc.shape, [1])
-        return acc + product * (scale * unit)
-
     def add_chunk(unit, at, acc):
         slot = lax.rem(unit * p.chunks + at, p.stages)
         plgpu.barrier_wait(r.full.at[slot])
-        for tile in range(0, p.columns, SWIZZLE):
-            column = pl.multiple_of(at * p.columns + tile, SWIZZLE)
-            of_w, of_x = pl.ds(tile, SWIZZLE), pl.ds(column, SWIZZLE)
-            values, digits = r.values_s.at[slot, :, of_w], r.digits_s.at[:, of_x]
-            for first in range(0, SWIZZLE // BLOCK, p.at_once):
-                some = range(first, first + p.at_once)
-                for nth, product in zip(some, multiply(values, digits, some), strict=True):
-                    scale = r.scales_s.at[slot, tile // BLOCK + nth]
-                    acc = add_block(product, scale, r.units_s.at[column // BLOCK + nth], acc)
+        chunk = {name: ref.at[slot] for name, ref in r.matrix_s.items()}
+        acc = _added(p, r, chunk, at * p.columns, acc)
         plgpu.barrier_arrive(r.free.at[slot])
         return acc
 
@@ -277,9 +319,9 @@ def _multiply(p: Problem, r: Refs, warpgroup: Any) -> None:
         # belongs to the same warpgroup, which counts the phases of its barriers
         first = lax.rem(warpgroup + (p.turns - 1) * nth * p.chunks, p.turns)
         own = lax.div(p.chunks - first + p.turns - 1, p.turns)
-        acc = jnp.full((ROWS, p.padded), 0.0, jnp.float32)
-        acc = plgpu.layout_cast(acc, plgpu.Layout.WGMMA)
-        acc = lax.fori_loop(0, own, lambda i, acc: add_chunk(nth, first + i * p.turns, acc), acc)
+        acc = lax.fori_loop(
+            0, own, lambda i, acc: add_chunk(nth, first + i * p.turns, acc), _zeros(p)
+        )
 
         @pl.when(warpgroup > 0)
         def _():
@@ -299,7 +341,8 @@ def _multiply(p: Problem, r: Refs, warpgroup: Any) -> None:
                 whole = whole + _load(p, r.sums_s.at[other], plgpu.Layout.WGMMA)
             if p.turns > 1:
                 plgpu.barrier_arrive(r.sums_free)
-            store(r.out.at[part, :, _rows_of(p, nth)], whole)
+            own = pl.ds(part * p.apart, p.apart)
+            store(r.out.at[own, :, _rows_of(p, nth)], whole)
 
         return none
 
@@ -310,13 +353,83 @@ def _multiply(p: Problem, r: Refs, warpgroup: Any) -> None:
         plgpu.barrier_wait(r.sums_free)
 
 
+def _zeros(p: Problem) -> Any:
+    return plgpu.layout_cast(
+        jnp.full((ROWS, p.digits.columns), 0.0, jnp.float32), plgpu.Layout.WGMMA
+    )
+
+
+def _added(p: Problem, r: Refs, chunk: dict[str, Any], first: Any, acc: Any) -> Any:
+    """Adds a chunk's products, whose columns begin at `first`, to the sums [ROWS, columns of x].
+
+    With factors of scales and mins, which a chunk has one of, the sums of their products come
+    first.
+    """
+    form, shape = p.form, (ROWS, p.digits.columns)
+    outer, offsets = acc, None
+    if form.supers:
+        assert p.columns == SUPER
+        acc, offsets = _zeros(p), _zeros(p) if form.mins else None
+
+    def of_rows(name: str, at: int) -> Any:
+        numbers = _load(p, chunk[name].at[at], plgpu.Layout.WGMMA.reduce(1))
+        return lax.broadcast_in_dim(numbers.astype(jnp.float32), shape, [0])
+
+    def of_columns(ref: Any, at: Any) -> Any:
+        numbers = _load(p, ref.at[at], plgpu.Layout.WGMMA.reduce(0))
+        return lax.broadcast_in_dim(numbers, shape, [1])
+
+    for block, product, part in _products(p, r, chunk, first):
+        # the product of a block, or of its first or last half
+        at = (block * BLOCK + part * form.group) // form.group
+        if not p.digits.apart:
+            product = product[:, : p.padded] * 256 + product[:, p.padded :]
+        column = first // BLOCK + block
+        terms = product.astype(jnp.float32) * of_columns(r.units_s, column)
+        if form.mins:
+            sums = of_columns(r.sums_of_x_s, column * (1 + p.halves) + part)
+            mins = of_rows("mins", at)
+            if form.supers:
+                terms = terms + sums * form.half
+                offsets = offsets + mins * sums
+            else:
+                terms = terms + (form.half - mins) * sums
+        acc = acc + terms * of_rows("scales", at)
+    if not form.supers:
+        return acc
+    outer = outer + acc * of_rows("super_scales", 0)
+    return outer if offsets is None else outer - offsets * of_rows("super_mins", 0)
+
+
+def _products(p: Problem, r: Refs, chunk: dict[str, Any], first: Any) -> Iterator[Any]:
+    """Yields block, product, and half of the block (0 if whole), for all of a chunk."""
+    multiply = _block_products if p.interpret else block_products
+    per_tile, halves = SWIZZLE // BLOCK, range(1 + p.halves)
+    for tile in range(p.columns // SWIZZLE):
+        column = pl.multiple_of(first + tile * SWIZZLE, SWIZZLE)
+        digits, values = r.digits_s.at[:, pl.ds(column, SWIZZLE)], chunk["values"]
+        before = tile * per_tile  # blocks
+        if p.form.bits == 8:
+            values, before = values.at[:, pl.ds(tile * SWIZZLE, SWIZZLE)], 0
+        for start in range(0, per_tile, p.at_once):
+            some = range(before + start, before + start + p.at_once)
+            made = multiply(
+                *(values, chunk.get("high"), digits, some, p.form.bits), halves=p.halves
+            )
+            places = [
+                (tile * per_tile + start + n, half) for n in range(p.at_once) for half in halves
+            ]
+            for (block, half), product in zip(places, made, strict=True):
+                yield block, product, half
+
+
 def _copy(p: Problem, r: Refs) -> None:
     """Copies chunk after chunk into free slots.
 
-    Rows and columns past the end become 0, in values and in scales.
+    Rows and columns past the end become 0, in codes and in scales.
     """
     part, units = _share(p)
-    sent, blocks = units * p.chunks, p.columns // BLOCK
+    sent = units * p.chunks
 
     def send(nth, none):
         slot = lax.rem(nth, p.stages)
@@ -326,14 +439,14 @@ def _copy(p: Problem, r: Refs) -> None:
             plgpu.barrier_wait(r.free.at[slot])
 
         rows, chunk = _rows_of(p, lax.div(nth, p.chunks)), lax.rem(nth, p.chunks)
-        at = pl.multiple_of((part * p.chunks + chunk) * p.columns, p.columns)
-        first = (part * p.chunks + chunk) * blocks
-        copies = (
-            (r.values.at[rows, pl.ds(at, p.columns)], r.values_s),
-            (r.scales.at[pl.ds(first, blocks), rows], r.scales_s),
-        )
-        for source, target in copies:
-            plgpu.copy_gmem_to_smem(source, target.at[slot], r.full.at[slot])
+        at = part * p.chunks + chunk
+        for name, (shape, _) in p.arrays.items():
+            axis = 1 - out_axis(name)  # that of the columns
+            first = at * shape[axis]
+            own = pl.ds(pl.multiple_of(first, shape[axis]), shape[axis])
+            place = (rows, own) if axis else (own, rows)
+            source, target = r.matrix[name].at[place], r.matrix_s[name].at[slot]
+            plgpu.copy_gmem_to_smem(source, target, r.full.at[slot])
         return none
 
     def drain(nth, none):
@@ -348,22 +461,35 @@ def _load(p: Problem, ref: Any, layout: Any) -> Any:
     return ref[...] if p.interpret else plgpu.load(ref, layout=layout)
 
 
-def _put(x: Any, digits_s: Any, units_s: Any, first: Any, _: int) -> None:
+def _put(
+    x: Any, digits_s: Any, units_s: Any, sums_s: Any, first: Any, _: int, form: Digits
+) -> None:
     """Emulates `put_in_fixed_point` in the interpreter."""
-    padded, columns = digits_s.shape[0] // 2, digits_s.shape[1]
-    given = jnp.pad(x[...], ((0, padded - x.shape[0]), (0, PARTS[-1] * columns)))
-    digits, units = fixed_point(lax.dynamic_slice(given, (0, first), (padded, columns)))
-    digits_s[...], units_s[...] = digits, units
+    columns = digits_s.shape[1]
+    given = jnp.pad(x[...], ((0, form.padded - x.shape[0]), (0, PARTS[-1] * columns)))
+    given = lax.dynamic_slice(given, (0, first), (form.padded, columns))
+    digits_s[...], units_s[...], sums = fixed_point(given, form)
+    if form.per_sum:
+        sums_s[...] = sums
 
 
-def _products(values_s: Any, digits_s: Any, blocks: Sequence[int]) -> list[Any]:
+def _block_products(
+    values_s: Any, high_s: Any, digits_s: Any, blocks: Sequence[int], bits: int, *, halves: bool
+) -> list[Any]:
     """Emulates `block_products` in the interpreter."""
-    count = values_s.shape[1] // BLOCK
-    values, digits = (
-        jnp.split(ref[...].astype(jnp.int32), count, 1) for ref in (values_s, digits_s)
-    )
-    return [values[block] @ digits[block].T for block in blocks]
+    stored = {"values": values_s[...]} | ({} if high_s is None else {"high": high_s[...]})
+    codes = codes_of(stored, Form(bits, BLOCK)).astype(jnp.int32) << 8 - bits
+    digits, made = digits_s[...].astype(jnp.int32), []
+    size = BLOCK // (1 + halves)
+    for block in blocks:
+        of_digits = block % (SWIZZLE // BLOCK) * BLOCK
+        for at in range(0, BLOCK, size):
+            of_block = codes[:, block * BLOCK + at : block * BLOCK + at + size]
+            made.append(of_block @ digits[:, of_digits + at : of_digits + at + size].T)
+    return made
 
 
-def _store(out: Any, sums: Any) -> None:  # [rows, ROWS], [ROWS, padded]
-    out[...] = sums[:, : out.shape[0]].T
+def _store(out: Any, sums: Any) -> None:  # [parts, rows, ROWS], [ROWS, columns of x]
+    parts, rows, _ = out.shape
+    split = sums.T.reshape(parts, -1, ROWS)
+    out[...] = split[:, :rows]

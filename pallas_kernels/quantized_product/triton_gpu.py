@@ -528,7 +528,7 @@ def terms_of_halves(
     # codes in the highest bits of a byte, whose sign is theirs
     UNUSED: tl.constexpr = 8 - CODE_BITS
     SHAPE: tl.constexpr = (words.shape[0], words.shape[1] // 4, 4)
-    LOW: tl.constexpr = 0x0F0F0F0F << UNUSED
+    LOW: tl.constexpr = -0x0F0F0F10 if CODE_BITS == 4 else 0x0F0F0F0F << UNUSED  # of 32 bits
     first, second = words << UNUSED & LOW, (words >> 4 - UNUSED) & LOW
     j = (tl.arange(0, 4) * 2)[None, None, :]
     if CODE_BITS == 5:

@@ -14,7 +14,7 @@ from jsparse.pallas_kernels.quantized_product import (
     mosaic_many,
     quantized_product,
 )
-from jsparse.pallas_kernels.quantized_product.mosaic_integers import fixed_point
+from jsparse.pallas_kernels.quantized_product.mosaic_integers import Digits, fixed_point
 from jsparse.pallas_kernels.quantized_product.mosaic_many_problem import (
     ROW_TILES,
     Problem,
@@ -85,16 +85,16 @@ def test_fixed_point_numbers_have_two_digits_of_a_byte():
     x[0, 5], x[3, 100], x[4, 3] = jnp.finfo(jnp.bfloat16).max, 255, -255
     x[1, 32:64], x[2, :32], x[2, 7] = 2.0**-60, 0, 1.9921875 * 2.0**-90
     given = jnp.asarray(x, jnp.bfloat16)
-    digits, units = fixed_point(given)
+    digits, units, _ = fixed_point(given, Digits(8))
     integers, unit = in_fixed_point(given)
     got = 256 * np.asarray(digits[:5], np.int32) + digits[5:]
     np.testing.assert_array_equal(got.reshape(integers.shape), integers)
     np.testing.assert_array_equal(units.T, unit)
-    digits, units = fixed_point(given.at[1].set(0))
+    digits, units, _ = fixed_point(given.at[1].set(0), Digits(8))
     assert not digits[1].any()
     assert not digits[6].any()
     assert np.isfinite(units).all()
-    lost = fixed_point(given.at[1, 32].set(np.nan).at[2, 65].set(-np.inf))[1]
+    lost = fixed_point(given.at[1, 32].set(np.nan).at[2, 65].set(-np.inf), Digits(8))[1]
     assert np.argwhere(np.isnan(lost)).tolist() == [[1, 1], [2, 2]]
 
 
