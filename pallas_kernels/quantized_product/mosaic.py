@@ -26,4 +26,4 @@ def takes_few(x: Float[Array, "rows in"], matrix: Blocks) -> bool:
     (rows, width), form = x.shape, form_of(matrix)
     if rows > GROUPS[-1] or width % max(FEW_COLUMNS, form.multiple) or form.floats:
         return False
-    return group_of(rows) * width <= MAX_FEW
+    return group_of(rows, form) * width <= MAX_FEW

@@ -6,10 +6,11 @@ warpgroup copies chunks of columns by TMA, as far ahead as shared memory allows.
 x to fixed point while the first chunks are in flight, and then take chunks in turn. Tensor cores
 multiply the integers of both, group by group of 16 or 32 columns, without rounding. The sums are
 multiplied by the group's scale and the block's unit and added in float32. Offsets are multiplied by
-sums of x. The bits of a row of x do not depend on the other rows, up to 4, 16 or 32 in all, but
-differ from those of other backends.
+sums of x. From 5 rows on, the bits of a row of x do not depend on the other rows, up to 16 or 32 in
+all, but differ from those of other backends.
 """
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -22,6 +23,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Float32
 
+from jsparse.pallas_kernels.quantized_product.mosaic_diagonal import EXACT, add_chunk, emulated
+from jsparse.pallas_kernels.quantized_product.mosaic_diagonal import store as store_diagonal
 from jsparse.pallas_kernels.quantized_product.mosaic_integers import (
     SWIZZLE,
     Digits,
@@ -32,7 +35,7 @@ from jsparse.pallas_kernels.quantized_product.mosaic_integers import (
 from jsparse.pallas_kernels.quantized_product.mosaic_shared import (
     BLOCKS_OF_H100,
     ROWS,
-    store_parts,
+    store_registers,
     tiled,
 )
 from jsparse.pallas_kernels.weight_blocks import (
@@ -43,9 +46,16 @@ from jsparse.pallas_kernels.weight_blocks import (
     codes_of,
     form_of,
     out_axis,
+    scales_and_offsets,
 )
 
-GROUPS = (4, 16, 32)  # maximum rows of x per launch; the division of the work depends only on these
+GROUPS = (
+    1,
+    2,
+    4,
+    16,
+    32,
+)  # maximum rows of x per launch; the division of the work depends only on these
 PARTS = (1, 2, 4, 8)
 MEMORY = 232_448  # bytes of shared memory per program
 DIGIT_BYTES = 2**16  # target bytes of it for a part of x
@@ -59,7 +69,7 @@ class Problem:
     Attributes:
         form: the format of the matrix.
         rows: rows of x.
-        padded: rows of x in a product, 4 or a multiple of 8.
+        padded: rows of x in a product: 1, 2, 4 or a multiple of 8.
         out, width: the sizes of the matrix.
         columns: columns per chunk.
         stages: chunks in shared memory, a multiple of `turns`.
@@ -109,15 +119,9 @@ class Problem:
         return self.form.group < BLOCK
 
     @property
-    def apart(self) -> int:
-        """The number of parts into which a row's digits divide a part's sums."""
-        return 2 if self.digits.apart else 1
-
-    @property
     def digits(self) -> Digits:
         """The arrangement of x."""
-        per_sum = min(self.form.group, BLOCK) if self.form.mins else 0
-        return Digits(self.padded, 8 - self.form.bits, per_sum)
+        return Digits(self.padded, min(self.form.group, BLOCK), 8 - self.form.bits, self.form.mins)
 
     @property
     def arrays(self) -> dict[str, tuple[tuple[int, int], Any]]:
@@ -148,7 +152,7 @@ def few_rows(
     slowly, for tests.
     """
     (rows, width), out, form = x.shape, len(matrix["values"]), form_of(matrix)
-    group = group_of(rows)
+    group = group_of(rows, form)
     padded = group if group < 8 else -(-rows // 8) * 8
     if columns is None:
         columns = 256 if group < GROUPS[-1] or form.supers else 128
@@ -167,9 +171,12 @@ def few_rows(
     return _kernel(problem)(x, *(matrix[name] for name in problem.arrays))
 
 
-def group_of(rows: int) -> int:
-    """Returns the size in GROUPS that a launch of `rows` rows uses."""
-    return next(most for most in GROUPS if rows <= most)
+def group_of(rows: int, form: Form) -> int:
+    """Returns the size in GROUPS that a launch of `rows` rows uses.
+
+    Four rows of digits leave no room for two halves of a block.
+    """
+    return next(most for most in GROUPS if rows <= most and (most, form.group) != (4, 16))
 
 
 def best_parts(out: int, width: int, columns: int, rows: int) -> int:
@@ -191,8 +198,9 @@ def best_parts(out: int, width: int, columns: int, rows: int) -> int:
 
 def most_stages(form: Form, padded: int, columns: int, chunks: int, turns: int) -> int:
     """Returns the number of chunks that fit in shared memory: a multiple of `turns`, at most 8."""
-    numbers = 2 + max(padded // 4, 2) / padded  # digits and units, if there are 8 columns or more
-    of_x = chunks * columns * padded * (numbers + (0.5 if form.mins else 0))
+    digits = Digits(padded, min(form.group, BLOCK))
+    numbers = 4 / BLOCK + (4 / digits.segment if form.mins else 0)  # units, and sums of x
+    of_x = chunks * columns * (digits.rows + padded * numbers)
     others = 4 * ROWS * max(padded, 8) * turns + 8192  # sums, and alignment of all of these
     room = int((MEMORY - of_x - others) / form.nbytes(ROWS, columns))
     return max(min(room, 8) // turns, 1) * turns
@@ -206,12 +214,12 @@ class Refs(NamedTuple):
 
     x: Any  # [rows, in]
     matrix: dict[str, Any]  # as in `Blocks`
-    out: Any  # [parts · digits apart, rows, out]: sums of each part
-    digits_s: Any  # [2 · padded, part_columns]: the high digits of x, then the low ones
-    units_s: Any  # [part_columns / 32, columns of x]: units of x
-    sums_of_x_s: Any  # [part_columns / group or 32, columns of x], or a placeholder
+    out: Any  # [parts, rows, out]: sums of each part
+    digits_s: Any  # [rows of digits, part_columns]
+    units_s: Any  # [part_columns / 32, padded]: units of x
+    sums_of_x_s: Any  # [part_columns / segment, padded], or a placeholder
     matrix_s: dict[str, Any]  # [stages, a chunk's array]
-    sums_s: Any  # [turns - 1, ROWS, columns of x]: sums of all warpgroups but the first
+    sums_s: Any  # [turns - 1, ROWS, columns]: sums of all warpgroups but the first
     x_full: Any  # all have converted their share of x to fixed point
     full: Any  # [stages]: a chunk has arrived
     free: Any  # [stages]: it has been used
@@ -248,16 +256,15 @@ def _kernel(p: Problem):
             _copy(p, named)
 
     body.__name__ = "quantized_product"
-    columns, per_sum = p.digits.columns, p.digits.per_sum
-    sums = (p.part_columns // per_sum, columns) if per_sum else (1, 8)
+    sums = (p.part_columns // p.digits.segment, p.padded) if p.form.mins else (1, 8)
     codes = ("values", "high")
 
     return plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((p.parts * p.apart, p.rows, p.out), jnp.float32),
+        out_type=jax.ShapeDtypeStruct((p.parts, p.rows, p.out), jnp.float32),
         scratch_types=[
-            plgpu.SMEM((2 * p.padded, p.part_columns), jnp.int8, transforms=tiled(SWIZZLE, 1)),
-            plgpu.SMEM((p.part_columns // BLOCK, columns), jnp.float32),
+            plgpu.SMEM((p.digits.rows, p.part_columns), jnp.int8, transforms=tiled(SWIZZLE, 1)),
+            plgpu.SMEM((p.part_columns // BLOCK, p.padded), jnp.float32),
             plgpu.SMEM(sums, jnp.float32),
             *(
                 plgpu.SMEM(
@@ -267,7 +274,7 @@ def _kernel(p: Problem):
                 )
                 for name, (shape, dtype) in p.arrays.items()
             ),
-            plgpu.SMEM((p.others, ROWS, columns), jnp.float32),
+            plgpu.SMEM((p.others, ROWS, p.digits.columns), jnp.float32),
             plgpu.Barrier(num_arrivals=p.turns),
             plgpu.Barrier(num_arrivals=len(p.arrays), num_barriers=p.stages),
             plgpu.Barrier(num_barriers=p.stages),
@@ -298,7 +305,7 @@ def _rows_of(p: Problem, unit: Any) -> Any:
 def _multiply(p: Problem, r: Refs, warpgroup: Any) -> None:
     """Multiplies this warpgroup's chunks; the first warpgroup stores the sums of all."""
     part, units = _share(p)
-    put, store = (_put, _store) if p.interpret else (put_in_fixed_point, store_parts)
+    put = _put if p.interpret else put_in_fixed_point
     first_column = part * p.part_columns
     put(r.x, r.digits_s, r.units_s, r.sums_of_x_s, first_column, p.turns, p.digits)
     if not p.interpret:
@@ -310,7 +317,8 @@ def _multiply(p: Problem, r: Refs, warpgroup: Any) -> None:
         slot = lax.rem(unit * p.chunks + at, p.stages)
         plgpu.barrier_wait(r.full.at[slot])
         chunk = {name: ref.at[slot] for name, ref in r.matrix_s.items()}
-        acc = _added(p, r, chunk, at * p.columns, acc)
+        add = _add_diagonal if p.digits.diagonal else _add
+        acc = add(p, r, chunk, at * p.columns, acc)
         plgpu.barrier_arrive(r.free.at[slot])
         return acc
 
@@ -341,8 +349,7 @@ def _multiply(p: Problem, r: Refs, warpgroup: Any) -> None:
                 whole = whole + _load(p, r.sums_s.at[other], plgpu.Layout.WGMMA)
             if p.turns > 1:
                 plgpu.barrier_arrive(r.sums_free)
-            own = pl.ds(part * p.apart, p.apart)
-            store(r.out.at[own, :, _rows_of(p, nth)], whole)
+            _store(p, r.out.at[part, :, _rows_of(p, nth)], whole)
 
         return none
 
@@ -359,7 +366,7 @@ def _zeros(p: Problem) -> Any:
     )
 
 
-def _added(p: Problem, r: Refs, chunk: dict[str, Any], first: Any, acc: Any) -> Any:
+def _add(p: Problem, r: Refs, chunk: dict[str, Any], first: Any, acc: Any) -> Any:
     """Adds a chunk's products, whose columns begin at `first`, to the sums [ROWS, columns of x].
 
     With factors of scales and mins, which a chunk has one of, the sums of their products come
@@ -373,7 +380,7 @@ def _added(p: Problem, r: Refs, chunk: dict[str, Any], first: Any, acc: Any) -> 
 
     def of_rows(name: str, at: int) -> Any:
         numbers = _load(p, chunk[name].at[at], plgpu.Layout.WGMMA.reduce(1))
-        return lax.broadcast_in_dim(numbers.astype(jnp.float32), shape, [0])
+        return lax.broadcast_in_dim(_wide(numbers), shape, [0])
 
     def of_columns(ref: Any, at: Any) -> Any:
         numbers = _load(p, ref.at[at], plgpu.Layout.WGMMA.reduce(0))
@@ -382,8 +389,7 @@ def _added(p: Problem, r: Refs, chunk: dict[str, Any], first: Any, acc: Any) -> 
     for block, product, part in _products(p, r, chunk, first):
         # the product of a block, or of its first or last half
         at = (block * BLOCK + part * form.group) // form.group
-        if not p.digits.apart:
-            product = product[:, : p.padded] * 256 + product[:, p.padded :]
+        product = product[:, : p.padded] * 256 + product[:, p.padded :]
         column = first // BLOCK + block
         terms = product.astype(jnp.float32) * of_columns(r.units_s, column)
         if form.mins:
@@ -401,26 +407,51 @@ def _added(p: Problem, r: Refs, chunk: dict[str, Any], first: Any, acc: Any) -> 
     return outer if offsets is None else outer - offsets * of_rows("super_mins", 0)
 
 
+def _wide(numbers: Any) -> Any:
+    """Returns numbers in float32; 8-bit integers without the slow instruction for these."""
+    if numbers.dtype != jnp.int8:
+        return numbers.astype(jnp.float32)
+    moved = numbers.astype(jnp.int32) + EXACT
+    return lax.bitcast_convert_type(moved, jnp.float32) - 1.5 * 2**23
+
+
+def _add_diagonal(p: Problem, r: Refs, chunk: dict[str, Any], first: Any, acc: Any) -> Any:
+    """Adds a chunk's products with rows of x that are diagonal."""
+    if not p.interpret:
+        column = pl.multiple_of(first, p.columns)
+        of_x = r.digits_s.at[:, pl.ds(column, p.columns)], r.units_s, r.sums_of_x_s
+        return add_chunk(p.form, p.digits, chunk, of_x, column, acc)
+    matrix: Any = {name: ref[...] for name, ref in chunk.items()}
+    repeated = p.form.group // p.digits.segment
+    numbers = [
+        some if some is None else jnp.repeat(some, repeated, 0)
+        for some in scales_and_offsets(matrix, p.form)
+    ]
+
+    def of_chunk(array: Any, per: int, axis: int) -> Any:
+        return lax.dynamic_slice_in_dim(array, first // per, p.columns // per, axis)
+
+    digits, units = r.digits_s[...].astype(jnp.int32), r.units_s[...]
+    x = of_chunk(digits, 1, 1), of_chunk(units, BLOCK, 0), r.sums_of_x_s[...]
+    if p.form.mins:
+        x = *x[:2], of_chunk(x[2], p.digits.segment, 0)
+    codes = codes_of(matrix, p.form).astype(jnp.int32) << 8 - p.form.bits
+    return emulated(p.form, p.digits, codes, numbers, x, acc)
+
+
 def _products(p: Problem, r: Refs, chunk: dict[str, Any], first: Any) -> Iterator[Any]:
     """Yields block, product, and half of the block (0 if whole), for all of a chunk."""
     multiply = _block_products if p.interpret else block_products
-    per_tile, halves = SWIZZLE // BLOCK, range(1 + p.halves)
-    for tile in range(p.columns // SWIZZLE):
-        column = pl.multiple_of(first + tile * SWIZZLE, SWIZZLE)
-        digits, values = r.digits_s.at[:, pl.ds(column, SWIZZLE)], chunk["values"]
-        before = tile * per_tile  # blocks
-        if p.form.bits == 8:
-            values, before = values.at[:, pl.ds(tile * SWIZZLE, SWIZZLE)], 0
-        for start in range(0, per_tile, p.at_once):
-            some = range(before + start, before + start + p.at_once)
-            made = multiply(
-                *(values, chunk.get("high"), digits, some, p.form.bits), halves=p.halves
-            )
-            places = [
-                (tile * per_tile + start + n, half) for n in range(p.at_once) for half in halves
-            ]
-            for (block, half), product in zip(places, made, strict=True):
-                yield block, product, half
+    column = pl.multiple_of(first, p.columns)
+    digits, count = r.digits_s.at[:, pl.ds(column, p.columns)], p.columns // BLOCK
+    for start in range(0, count, p.at_once):
+        some = range(start, start + p.at_once)
+        made = multiply(
+            *(chunk["values"], chunk.get("high"), digits, some, p.form.bits), halves=p.halves
+        )
+        places = itertools.product(some, range(1 + p.halves))
+        for (block, half), product in zip(places, made, strict=True):
+            yield block, product, half
 
 
 def _copy(p: Problem, r: Refs) -> None:
@@ -469,7 +500,7 @@ def _put(
     given = jnp.pad(x[...], ((0, form.padded - x.shape[0]), (0, PARTS[-1] * columns)))
     given = lax.dynamic_slice(given, (0, first), (form.padded, columns))
     digits_s[...], units_s[...], sums = fixed_point(given, form)
-    if form.per_sum:
+    if form.has_sums:
         sums_s[...] = sums
 
 
@@ -477,19 +508,20 @@ def _block_products(
     values_s: Any, high_s: Any, digits_s: Any, blocks: Sequence[int], bits: int, *, halves: bool
 ) -> list[Any]:
     """Emulates `block_products` in the interpreter."""
-    stored = {"values": values_s[...]} | ({} if high_s is None else {"high": high_s[...]})
+    stored: Any = {"values": values_s[...]} | ({} if high_s is None else {"high": high_s[...]})
     codes = codes_of(stored, Form(bits, BLOCK)).astype(jnp.int32) << 8 - bits
-    digits, made = digits_s[...].astype(jnp.int32), []
-    size = BLOCK // (1 + halves)
-    for block in blocks:
-        of_digits = block % (SWIZZLE // BLOCK) * BLOCK
-        for at in range(0, BLOCK, size):
-            of_block = codes[:, block * BLOCK + at : block * BLOCK + at + size]
-            made.append(of_block @ digits[:, of_digits + at : of_digits + at + size].T)
-    return made
+    digits, size = digits_s[...].astype(jnp.int32), BLOCK // (1 + halves)
+    firsts = (block * BLOCK + at for block in blocks for at in range(0, BLOCK, size))
+    return [codes[:, at : at + size] @ digits[:, at : at + size].T for at in firsts]
 
 
-def _store(out: Any, sums: Any) -> None:  # [parts, rows, ROWS], [ROWS, columns of x]
-    parts, rows, _ = out.shape
-    split = sums.T.reshape(parts, -1, ROWS)
-    out[...] = split[:, :rows]
+def _store(p: Problem, out: Any, sums: Any) -> None:  # [rows, ROWS], [ROWS, columns]
+    """Stores the actual rows of x."""
+    if p.interpret:
+        if p.digits.diagonal:
+            sums = jnp.sum(sums[:, ::2].reshape(ROWS, p.digits.diagonal, p.padded), 1)
+        out[...] = sums[:, : p.rows].T
+    elif p.digits.diagonal:
+        store_diagonal(p.padded, out, sums)
+    else:
+        store_registers(out, sums)

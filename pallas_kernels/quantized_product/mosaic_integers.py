@@ -31,7 +31,7 @@ from jsparse.pallas_kernels.mosaic_registers import (
     times,
 )
 from jsparse.pallas_kernels.quantized_product.mosaic_codes import Stored, code_registers, operands
-from jsparse.pallas_kernels.quantized_product.mosaic_shared import tiled
+from jsparse.pallas_kernels.quantized_product.mosaic_shared import ROWS, tiled
 from jsparse.pallas_kernels.weight_blocks import BLOCK
 
 SWIZZLE = 128  # bytes; also columns of a tile of 8 rows
@@ -46,35 +46,47 @@ WHOLE = 12_582_912.0  # 1.5 · 2^23: added to a float32, the last bits are the r
 
 
 class Digits(NamedTuple):
-    """How rows in fixed point are arranged, as rows of digits and columns of units and sums.
+    """The arrangement of rows in fixed point.
+
+    Eight rows or more have a column of their product each, and two rows of digits: the high digits
+    of all, then the low ones. Tensor cores take eight rows of digits at least. With one, two or
+    four rows, as many segments of columns as fit have rows of their own, which are 0 elsewhere
+    ("diagonal"), so that one product is that of several segments.
 
     Attributes:
-        padded: rows of x: 4, or a multiple of 8.
+        padded: rows of x: 1, 2, 4, or a multiple of 8.
+        segment: columns with the same scale in a block, 16 or 32.
         shift: bits by which codes are larger than they mean; a unit is that much smaller.
-        per_sum: numbers of a row that a sum adds; 0: there are no sums.
+        has_sums: whether sums of x are needed.
     """
 
     padded: int
+    segment: int = BLOCK
     shift: int = 0
-    per_sum: int = 0
+    has_sums: bool = False
 
     @property
-    def apart(self) -> bool:
-        """Whether each of four rows has a column per digit, since tensor cores take 8 columns."""
-        return self.padded < 8
+    def diagonal(self) -> int:
+        """The number of segments per product; 0: rows of digits have all columns."""
+        return 4 // self.padded
+
+    @property
+    def rows(self) -> int:
+        """Rows of digits."""
+        return 8 if self.diagonal else 2 * self.padded
 
     @property
     def columns(self) -> int:
-        """Columns of units, sums, and products."""
-        return 2 * self.padded if self.apart else self.padded
+        """Columns of a sum of products."""
+        return max(self.padded, 8)
 
 
 def fixed_point(
     x: BFloat16[Array, "rows in"], digits: Digits
 ) -> tuple[
-    Int8[Array, "digits in"], Float32[Array, "in_blocks columns"], Float32[Array, "n columns"]
+    Int8[Array, "digits in"], Float32[Array, "blocks rows"], Float32[Array, "segments rows"]
 ]:
-    """Returns the high digits of all rows, then the low ones, the blocks' units, and sums of x."""
+    """Returns the digits, the blocks' units, and the segments' sums of x."""
     wide = x.astype(jnp.float32).reshape(len(x), -1, BLOCK)
     top = lax.bitcast_convert_type(jnp.max(jnp.abs(wide), -1), jnp.uint32)
     exponent = jnp.maximum((top + ROUND_UP) >> 23, LEAST)
@@ -82,16 +94,16 @@ def fixed_point(
     inverse = lax.bitcast_convert_type((254 + BITS - exponent) << 23, jnp.float32)
     integers = jnp.round(wide * inverse[..., None]).astype(jnp.int32)
     high, low = (integers + 128) >> 8, integers.astype(jnp.int8).astype(jnp.int32)
-    both = jnp.concatenate([high, low]).astype(jnp.int8).reshape(-1, x.shape[1])
+    both = jnp.stack([high, low]).reshape(2, *x.shape)
+    if digits.diagonal:  # row 2 (padded · class + row) + digit
+        of_class = jnp.arange(x.shape[1]) // digits.segment % digits.diagonal
+        own = of_class == jnp.arange(digits.diagonal)[:, None, None, None]
+        both = jnp.where(own, both.swapaxes(0, 1), 0)
     units = lax.bitcast_convert_type(unit, jnp.float32).T
-    parts = [256 * high, low] if digits.apart else [256 * high + low]
-    of_parts = [256 * units, units] if digits.apart else [units]
-    per = digits.per_sum or BLOCK
-    sums = [jnp.sum(part.reshape(len(x), -1, per), -1).T for part in parts]
-    sums = jnp.concatenate(sums, 1) * jnp.repeat(
-        jnp.concatenate([units] * len(parts), 1), BLOCK // per, 0
-    )
-    return both, jnp.concatenate(of_parts, 1) * 2.0**-digits.shift, sums
+    sums = jnp.sum(integers.reshape(len(x), -1, digits.segment), -1).T
+    sums = sums * jnp.repeat(units, BLOCK // digits.segment, 0)
+    both = both.astype(jnp.int8).reshape(digits.rows, -1)
+    return both, units * 2.0**-digits.shift, sums
 
 
 def put_in_fixed_point(
@@ -101,26 +113,21 @@ def put_in_fixed_point(
 
     Args:
         x: [rows, in] of bfloat16, in global memory.
-        digits_s: [2 · padded, columns]; rows past those of x are not written.
-        units_s: [columns / 32, columns of `form`]; units of blocks past the end of x become 0.
-        sums_s: [columns / per_sum, columns of `form`], or None.
+        digits_s: [rows of digits, columns]; those of rows past the end of x are not written.
+        units_s: [columns / 32, padded]; units of blocks past the end of x become 0.
+        sums_s: [columns / segment, padded], or a placeholder.
         first: the first column.
         warpgroups: the number of warpgroups that share the work.
         form: the arrangement.
     """
-    kinds = [plgpu.RefType(), plgpu.RefType(tiled(SWIZZLE, 1)), plgpu.RefType()]
-    given = [x, digits_s, units_s]
-    if form.per_sum:
-        kinds.append(plgpu.RefType())
-        given.append(sums_s)
+    kinds = plgpu.RefType(), plgpu.RefType(tiled(SWIZZLE, 1)), plgpu.RefType(), plgpu.RefType()
 
     @plgpu.inline_mgpu(arg_types=(*kinds, plgpu.Layout.WG_SPLAT))
-    def put_all(_, x, digits, units, *others):
-        sums, first = others if form.per_sum else (None, *others)
+    def put_all(_, x, digits, units, sums, first):
         rows, width = x.type.shape
         columns, padded = digits.type.shape[1] * SWIZZLE, form.padded
         begin, (to, at_x) = first.registers.item(), map(mgpu.utils.memref_ptr, (digits, x))
-        blocks, threads = columns // BLOCK, warpgroups * THREADS
+        blocks, threads, per_block = columns // BLOCK, warpgroups * THREADS, BLOCK // form.segment
 
         def load(nth):
             row, block = divided(nth, blocks)
@@ -139,24 +146,37 @@ def put_in_fixed_point(
                 swizzled = arith.xori(plus(start, 16 * half), times(line, 16))
                 _store(halves[half], to, arith.addi(place, swizzled))
 
+        def put_diagonal(row, block, both):
+            for of_class in range(form.diagonal):
+                own = []
+                for half in range(2):
+                    segment = plus(times(block, per_block), half * per_block // 2)
+                    here = remainder(segment, form.diagonal)
+                    own.append(arith.cmpi(arith.CmpIPredicate.eq, here, constant(here, of_class)))
+                for digit, halves in enumerate(both):
+                    zero = mgpu.c(0, halves[0].type)
+                    some = [arith.select(*pair, zero) for pair in zip(own, halves, strict=True)]
+                    place = plus(times(row, 2), 2 * padded * of_class + digit)
+                    put_digits(place, block, some)
+
         def put(row, block, there, numbers):
-            high, low, unit, sums_of = _in_fixed_point(numbers, form.per_sum or BLOCK)
+            high, low, unit, sums_of = _in_fixed_point(numbers)
             unit = arith.select(there, unit, constant(unit, 0.0))
-            put_digits(row, block, high)
-            put_digits(plus(row, padded), block, low)
-            of_columns = ((1.0, row),)
-            if form.apart:
-                of_columns = ((256.0, row), (1.0, plus(row, padded)))
-            for factor, column in of_columns:
-                scaled = arith.mulf(unit, constant(unit, factor * 2.0**-form.shift))
-                memref.store(scaled, units, [index(block), index(column)])
-            for nth, both in enumerate(sums_of if form.per_sum else ()):
-                if not form.apart:
-                    both = (arith.addi(times(both[0], 256), both[1]),)
-                place = index(plus(times(block, len(sums_of)), nth))
-                for (factor, column), n in zip(of_columns, both, strict=True):
-                    wide = arith.mulf(arith.sitofp(unit.type, n), constant(unit, factor))
-                    memref.store(arith.mulf(wide, unit), sums, [place, index(column)])
+            if form.diagonal:
+                put_diagonal(row, block, (high, low))
+            else:
+                put_digits(row, block, high)
+                put_digits(plus(row, padded), block, low)
+            scaled = arith.mulf(unit, constant(unit, 2.0**-form.shift))
+            memref.store(scaled, units, [index(block), index(row)])
+            if not form.has_sums:
+                return
+            if per_block == 1:
+                sums_of = [arith.addi(*sums_of)]
+            for nth, one in enumerate(sums_of):
+                place = index(plus(times(block, per_block), nth))
+                number = arith.mulf(arith.sitofp(unit.type, one), unit)
+                memref.store(number, sums, [place, index(row)])
 
         of_thread, all_of_them = remainder(mgpu.thread_idx(), threads), rows * blocks
         for start in range(0, all_of_them, AT_ONCE * threads):
@@ -169,7 +189,7 @@ def put_in_fixed_point(
                 with mgpu.when(below(nth, all_of_them)):
                     put(*one)
 
-    put_all(*given, first)
+    put_all(x, digits_s, units_s, sums_s, first)
 
 
 def _load_block(x: Any, at: Any) -> list[Any]:
@@ -179,10 +199,8 @@ def _load_block(x: Any, at: Any) -> list[Any]:
     return [llvm.load(kind, place, alignment=16) for place in places]
 
 
-def _in_fixed_point(
-    numbers: list[Any], per_sum: int
-) -> tuple[list[Any], list[Any], Any, list[tuple[Any, Any]]]:
-    """Returns a block's high digits, 16 and 16, its low digits, its unit, and sums of both."""
+def _in_fixed_point(numbers: list[Any]) -> tuple[list[Any], list[Any], Any, list[Any]]:
+    """Returns a block's high digits, 16 and 16, its low digits, its unit, and its halves' sums."""
     floats, integers = (
         ir.VectorType.get((16,), kind)
         for kind in (ir.F32Type.get(), ir.IntegerType.get_signless(32))
@@ -214,10 +232,11 @@ def _in_fixed_point(
         above = arith.shrui(arith.addi(whole, mgpu.c(128, integers)), mgpu.c(8, integers))
         high.append(arith.trunci(bytes_, above))
         low.append(arith.trunci(bytes_, whole))
-        signed = (arith.extsi(integers, some[-1]) for some in (high, low))
-        sums.append([vector.reduction(word, vector.CombiningKind.ADD, some) for some in signed])
-    if per_sum == BLOCK:
-        sums = [[arith.addi(*pair) for pair in zip(*sums, strict=True)]]
+        of_high, of_low = (
+            vector.reduction(word, vector.CombiningKind.ADD, arith.extsi(integers, some[-1]))
+            for some in (high, low)
+        )
+        sums.append(arith.addi(times(of_high, 256), of_low))
     return high, low, arith.bitcast(ir.F32Type.get(), unit), sums
 
 
@@ -227,71 +246,64 @@ def _store(value: Any, pointer: Any, byte: Any) -> None:
     llvm.store(value, place, alignment=16)
 
 
-def block_products(
-    values_s: Any, high_s: Any, digits_s: Any, blocks: Sequence[int], bits: int, *, halves: bool
-) -> list[Any]:
-    """Returns several blocks' products of 64 rows of codes with digits, [64, digits] of int32.
+class Operands:
+    """A chunk's codes and digits as operands of tensor cores, while a kernel is traced.
 
-    Codes of 8 bits are read by the tensor cores. Others are placed in the highest bits of bytes in
+    Codes of 8 bits are read from shared memory. Others are moved to the highest bits of bytes in
     registers, so that products are 2^(8 - bits) times as large.
 
     Args:
-        values_s: 64 rows of 128 columns; of smaller codes, of all columns of a chunk.
-        high_s: the codes' other bits, or None.
-        digits_s: 128 columns of the digits.
-        blocks: indices of blocks of `values_s`.
+        values: 64 rows of codes of a multiple of 128 columns, or of their lowest bits: a reference
+            in shared memory, and the bytes of a row.
+        high: the codes' other bits, or None.
+        digits: the same columns of the digits, [rows of digits, columns].
         bits: bits of a code.
-        halves: whether a block's first and last 16 columns have separate products.
     """
-    rows, digits = values_s.shape[0], digits_s.shape[0]
-    made = plgpu.ShapeDtypeStruct((rows, digits), jnp.int32, layout=plgpu.Layout.WGMMA)
-    given = [values_s, digits_s] + [high_s] * (high_s is not None)
-    kinds = [plgpu.RefType(tiled(x.shape[1], 1)) for x in given]
-    kinds[1] = plgpu.RefType(tiled(SWIZZLE, 1))
-    number = len(blocks) * (1 + halves)
 
-    @plgpu.inline_mgpu(arg_types=kinds, return_type=[made] * number)
-    def products(_, values, digits_ref, *high):
-        word, wide, byte = (ir.IntegerType.get_signless(bits) for bits in (32, 64, 8))
-        turned = mgpu.memref_transpose(digits_ref, (1, 0, 3, 2))
-        (right, _), *_ = mma_utils.create_descriptor(
-            *(turned, SWIZZLE, (SWIZZLE, digits)), logical_k_major=True
+    def __init__(
+        self, values: tuple[Any, int], high: tuple[Any, int] | None, digits: Any, bits: int
+    ) -> None:
+        self._values, self._digits, self._bits = values[0], digits, bits
+        self._columns = 8 * digits.type.shape[0]  # of a product
+        self._bytes = Stored(mgpu.utils.memref_ptr(values[0]), values[1])
+        self._high = None if high is None else Stored(mgpu.utils.memref_ptr(high[0]), high[1])
+
+    def codes(self, block: int, *, halves: bool = False) -> list[tuple[Any, int | None]]:
+        """Returns a block's codes, or those of its halves, and their stride in shared memory."""
+        if self._bits == 8:
+            return [(self._descriptor(self._values, block, ROWS), BLOCK)]
+        registers = code_registers(self._bytes, self._high, block=block, bits=self._bits)
+        return [(wgmma_fence(some), None) for some in operands(registers, halves=halves)]
+
+    def times_digits(self, codes: Any, stride: int | None, block: int, sums: Any) -> Any:
+        """Adds a block's product to the registers of sums, without waiting for it."""
+        byte = ir.IntegerType.get_signless(8)
+        turned = mgpu.memref_transpose(self._tile(self._digits, block), (1, 0, 3, 2))
+        (digits, _), *_ = mma_utils.create_descriptor(
+            *(turned, SWIZZLE, (SWIZZLE, self._columns)), logical_k_major=True
+        )
+        return wgmma_m64(
+            sums,
+            codes,
+            self._moved(digits, block),
+            a_transpose=None if stride is None else False,
+            b_transpose=False,
+            a_k_stride=stride,
+            b_k_stride=BLOCK,
+            n=self._columns,
+            swizzle=BLOCK,  # a product takes this many bytes of a row
+            a_element_type=byte,
+            b_element_type=byte,
         )
 
-        def moved(descriptor, nbytes):
-            return arith.addi(descriptor, arith.constant(wide, mma_utils.encode_addr(nbytes)))
+    def zeros(self) -> Any:
+        """Returns an accumulator for sums."""
+        word = ir.IntegerType.get_signless(32)
+        return mgpu.WGMMAAccumulator.zero(ROWS, self._columns, word, is_signed=True)
 
-        pairs: list[tuple[int, Any, int | None]] = []  # block, codes, their stride
-        if bits == 8:
-            (left, _), *_ = mma_utils.create_descriptor(
-                *(values, SWIZZLE, (rows, SWIZZLE)), logical_k_major=False
-            )
-            pairs = [(block, moved(left, block * BLOCK), BLOCK) for block in blocks]
-        else:
-            stored = [
-                Stored(mgpu.utils.memref_ptr(ref), x.shape[1])
-                for ref, x in ((values, values_s), *((ref, high_s) for ref in high))
-            ]
-            for block in blocks:
-                codes = code_registers(stored[0], *stored[1:] or [None], block=block, bits=bits)
-                pairs += [(block, wgmma_fence(x), None) for x in operands(codes, halves=halves)]
-        sums = []
-        for block, codes, stride in pairs:
-            acc = mgpu.WGMMAAccumulator.zero(rows, digits, word, is_signed=True)
-            registers = wgmma_m64(
-                acc._value.registers,
-                codes,
-                moved(right, block % (SWIZZLE // BLOCK) * BLOCK),
-                a_transpose=None if stride is None else False,
-                b_transpose=False,
-                a_k_stride=stride,
-                b_k_stride=BLOCK,
-                n=digits,
-                swizzle=BLOCK,  # a product takes this many bytes of a row
-                a_element_type=byte,
-                b_element_type=byte,
-            )
-            sums.append((acc, registers))
+    @staticmethod
+    def finished(pairs: list[tuple[Any, Any]]) -> list[Any]:
+        """Waits for all products, and returns the sums [64, columns] of accumulators' registers."""
         nvvm.wgmma_commit_group_sync_aligned()
         nvvm.wgmma_wait_group_sync_aligned(0)
         return [
@@ -300,7 +312,47 @@ def block_products(
                     _registers=registers, _layout=acc._value.layout, _is_signed=True
                 )
             ).to_layout(acc._original_layout)
-            for acc, registers in sums
+            for acc, registers in pairs
         ]
+
+    def _descriptor(self, memory: Any, block: int, rows: int) -> Any:
+        (descriptor, _), *_ = mma_utils.create_descriptor(
+            *(self._tile(memory, block), SWIZZLE, (rows, SWIZZLE)), logical_k_major=False
+        )
+        return self._moved(descriptor, block)
+
+    @staticmethod
+    def _tile(memory: Any, block: int) -> Any:
+        tile = block // (SWIZZLE // BLOCK)
+        return mgpu.memref_slice(memory, (slice(None), slice(tile, tile + 1)))
+
+    @staticmethod
+    def _moved(descriptor: Any, block: int) -> Any:
+        nbytes = block % (SWIZZLE // BLOCK) * BLOCK
+        wide = ir.IntegerType.get_signless(64)
+        return arith.addi(descriptor, arith.constant(wide, mma_utils.encode_addr(nbytes)))
+
+
+def block_products(
+    values_s: Any, high_s: Any, digits_s: Any, blocks: Sequence[int], bits: int, *, halves: bool
+) -> list[Any]:
+    """Returns several blocks' products with digits, [64, rows of digits] of int32 (`Operands`).
+
+    With `halves`, a block's first and last 16 columns have separate products.
+    """
+    made = plgpu.ShapeDtypeStruct((ROWS, digits_s.shape[0]), jnp.int32, layout=plgpu.Layout.WGMMA)
+    given = [values_s, digits_s] + [high_s] * (high_s is not None)
+    kinds = [plgpu.RefType(tiled(min(x.shape[1], SWIZZLE), 1)) for x in given]
+
+    @plgpu.inline_mgpu(arg_types=kinds, return_type=[made] * (len(blocks) * (1 + halves)))
+    def products(_, values, digits, *high):
+        of_high = (high[0], high_s.shape[1]) if high else None
+        chunk, pairs = Operands((values, values_s.shape[1]), of_high, digits, bits), []
+        loaded = [(block, *one) for block in blocks for one in chunk.codes(block, halves=halves)]
+        for block, codes, stride in loaded:
+            acc = chunk.zeros()
+            registers = chunk.times_digits(codes, stride, block, acc._value.registers)
+            pairs.append((acc, registers))
+        return chunk.finished(pairs)
 
     return products(*given)

@@ -7,7 +7,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir.dialects import memref, vector
 
-from jsparse.pallas_kernels.mosaic_registers import below, divided, index, plus, position
+from jsparse.pallas_kernels.mosaic_registers import below, index, plus, position
 
 ROWS = 64  # of the matrix: the minimum of a tensor core product
 BLOCKS_OF_H100 = 132  # SMs; also of an H200
@@ -30,19 +30,3 @@ def store_registers(_, out, sums) -> None:  # [rows, ROWS], [ROWS, padded]
                 own = plus(column, 8 * i + one)
                 with mgpu.when(below(own, out.type.shape[0])):
                     memref.store(vector.extract(part, [], [one]), out, [index(own), at])
-
-
-@plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA))
-def store_parts(_, out, sums) -> None:  # [parts, rows, ROWS], [ROWS, parts · padded]
-    """Stores the actual rows of x of each part of the columns."""
-    row, column = position()
-    parts, rows, _ = out.type.shape
-    # registers[i, half]: columns 8 i + column and the next, of the row 8 · half below
-    for i, registers in enumerate(sums.registers.reshape(-1, 2)):
-        for half, pair in enumerate(registers):
-            at = index(plus(row, 8 * half))
-            for one in range(2):
-                part, own = divided(plus(column, 8 * i + one), sums.shape[1] // parts)
-                with mgpu.when(below(own, rows)):
-                    number = vector.extract(pair, [], [one])
-                    memref.store(number, out, [index(part), index(own), at])
