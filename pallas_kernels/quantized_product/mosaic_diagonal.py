@@ -15,7 +15,7 @@ import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, math, memref, vector
+from jaxlib.mlir.dialects import arith, math, memref, nvvm, vector
 from jaxtyping import Array, Float32
 
 from jsparse.pallas_kernels.mosaic_registers import (
@@ -32,7 +32,6 @@ from jsparse.pallas_kernels.quantized_product.mosaic_shared import ROWS, tiled
 from jsparse.pallas_kernels.weight_blocks import BLOCK, Form
 
 COLUMNS = 8
-EXACT = 0x4B400000  # 1.5 · 2^23 as a float: a small integer added to its bits is added to it
 
 
 def add_chunk(
@@ -90,19 +89,20 @@ def add_chunk(
                 terms.append(arith.mulf(arith.sitofp(zero.type, whole), unit))
             if form.mins:
                 of_sum = memref.load(sums, [index(place), index(own)])
-                half, mins = constant(zero, float(form.half)), of_row("mins", at)
-                both = [of_sum] * 2
+                mins, both = of_row("mins", at), [of_sum] * 2
                 if form.supers:
                     offsets = _fused(mins, both, offsets)
-                    terms = _fused([half] * 2, both, terms)
+                    terms = [arith.addf(one, of_sum) for one in terms]
                 else:
+                    half = constant(zero, float(form.half))
                     terms = _fused([arith.subf(half, m) for m in mins], both, terms)
             inner = _fused(scales, terms, inner)
         if form.supers:
             first_row = constant(row, 0)
             inner = _fused(of_row("super_scales", first_row), inner, kept)
             if form.mins:
-                factors = map(arith.negf, of_row("super_mins", first_row))
+                share = constant(zero, -1 / form.half)
+                factors = [arith.mulf(one, share) for one in of_row("super_mins", first_row)]
                 inner = _fused(factors, offsets, inner)
         pairs = [vector.from_elements(acc.registers.flat[0].type, [one, zero]) for one in inner]
         registers = np.array(pairs, dtype=object).reshape(acc.registers.shape)
@@ -124,14 +124,14 @@ def _products(
     chunk = Operands((refs["values"], widths["values"]), high, digits_ref, form.bits)
     size = digits.diagonal * digits.segment
     loaded = [chunk.codes(block)[0] for block in range(columns // BLOCK)]
-    pairs = []
+    nvvm.wgmma_fence_aligned()  # after the last register was written
+    made = []
     for begin in range(0, columns, size):
-        acc = chunk.zeros()
-        registers = acc._value.registers
+        registers = None
         for block in range(begin // BLOCK, -(-(begin + size) // BLOCK)):
-            registers = chunk.times_digits(*loaded[block], block, registers)
-        pairs.append((acc, registers))
-    return chunk.finished(pairs)
+            registers = chunk.product(*loaded[block], block, registers)
+        made.append(registers)
+    return chunk.finished(made)
 
 
 def _fused(left: Iterable[Any], right: Iterable[Any], added: Iterable[Any]) -> list[Any]:
@@ -140,14 +140,13 @@ def _fused(left: Iterable[Any], right: Iterable[Any], added: Iterable[Any]) -> l
 
 
 def _float(number: Any) -> Any:
-    """Returns a number as float32; 8-bit integers without the slow instruction for these."""
-    wide, word = ir.F32Type.get(), ir.IntegerType.get_signless(32)
+    """Returns a number as float32."""
+    wide = ir.F32Type.get()
     if isinstance(number.type, ir.F32Type):
         return number
     if not isinstance(number.type, ir.IntegerType):
         return arith.extf(wide, number)
-    moved = arith.bitcast(wide, plus(arith.extsi(word, number), EXACT))
-    return arith.subf(moved, constant(moved, 1.5 * 2**23))
+    return arith.sitofp(wide, number)
 
 
 def store(padded: int, out: Any, sums: Any) -> None:
@@ -192,9 +191,9 @@ def emulated(
         segments = jnp.arange(own.start, own.stop)
         terms = whole * units[segments * digits.segment // BLOCK]
         if offsets is not None:
-            terms = terms + form.half * sums[own]
+            terms = terms + form.half / digits.sums * sums[own]
         terms = terms * scales[own].T[..., None]
         if offsets is not None:
-            terms = terms - offsets[own].T[..., None] * sums[own]
+            terms = terms - offsets[own].T[..., None] * sums[own] / digits.sums
         acc = acc.at[:, ::2].add(terms.reshape(ROWS, 4))
     return acc

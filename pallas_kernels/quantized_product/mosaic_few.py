@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Float32
 
-from jsparse.pallas_kernels.quantized_product.mosaic_diagonal import EXACT, add_chunk, emulated
+from jsparse.pallas_kernels.quantized_product.mosaic_diagonal import add_chunk, emulated
 from jsparse.pallas_kernels.quantized_product.mosaic_diagonal import store as store_diagonal
 from jsparse.pallas_kernels.quantized_product.mosaic_integers import (
     SWIZZLE,
@@ -120,8 +120,13 @@ class Problem:
 
     @property
     def digits(self) -> Digits:
-        """The arrangement of x."""
-        return Digits(self.padded, min(self.form.group, BLOCK), 8 - self.form.bits, self.form.mins)
+        """The arrangement of x.
+
+        With factors of scales and mins, its sums are multiplied by half of the codes' range.
+        """
+        form = self.form
+        sums = (form.half if form.supers else 1) if form.mins else 0
+        return Digits(self.padded, min(form.group, BLOCK), 8 - form.bits, sums)
 
     @property
     def arrays(self) -> dict[str, tuple[tuple[int, int], Any]]:
@@ -380,7 +385,7 @@ def _add(p: Problem, r: Refs, chunk: dict[str, Any], first: Any, acc: Any) -> An
 
     def of_rows(name: str, at: int) -> Any:
         numbers = _load(p, chunk[name].at[at], plgpu.Layout.WGMMA.reduce(1))
-        return lax.broadcast_in_dim(_wide(numbers), shape, [0])
+        return lax.broadcast_in_dim(numbers.astype(jnp.float32), shape, [0])
 
     def of_columns(ref: Any, at: Any) -> Any:
         numbers = _load(p, ref.at[at], plgpu.Layout.WGMMA.reduce(0))
@@ -396,7 +401,7 @@ def _add(p: Problem, r: Refs, chunk: dict[str, Any], first: Any, acc: Any) -> An
             sums = of_columns(r.sums_of_x_s, column * (1 + p.halves) + part)
             mins = of_rows("mins", at)
             if form.supers:
-                terms = terms + sums * form.half
+                terms = terms + sums
                 offsets = offsets + mins * sums
             else:
                 terms = terms + (form.half - mins) * sums
@@ -404,15 +409,7 @@ def _add(p: Problem, r: Refs, chunk: dict[str, Any], first: Any, acc: Any) -> An
     if not form.supers:
         return acc
     outer = outer + acc * of_rows("super_scales", 0)
-    return outer if offsets is None else outer - offsets * of_rows("super_mins", 0)
-
-
-def _wide(numbers: Any) -> Any:
-    """Returns numbers in float32; 8-bit integers without the slow instruction for these."""
-    if numbers.dtype != jnp.int8:
-        return numbers.astype(jnp.float32)
-    moved = numbers.astype(jnp.int32) + EXACT
-    return lax.bitcast_convert_type(moved, jnp.float32) - 1.5 * 2**23
+    return outer if offsets is None else outer - offsets * of_rows("super_mins", 0) / form.half
 
 
 def _add_diagonal(p: Problem, r: Refs, chunk: dict[str, Any], first: Any, acc: Any) -> Any:
@@ -500,7 +497,7 @@ def _put(
     given = jnp.pad(x[...], ((0, form.padded - x.shape[0]), (0, PARTS[-1] * columns)))
     given = lax.dynamic_slice(given, (0, first), (form.padded, columns))
     digits_s[...], units_s[...], sums = fixed_point(given, form)
-    if form.has_sums:
+    if form.sums:
         sums_s[...] = sums
 
 

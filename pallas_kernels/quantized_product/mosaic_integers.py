@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.mosaic.gpu import mma_utils
-from jax.experimental.mosaic.gpu.wgmma import wgmma_fence, wgmma_m64
+from jax.experimental.mosaic.gpu import fragmented_array, mma_utils
+from jax.experimental.mosaic.gpu.wgmma import wgmma_m64
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, math, memref, nvvm, vector
@@ -57,13 +58,13 @@ class Digits(NamedTuple):
         padded: rows of x: 1, 2, 4, or a multiple of 8.
         segment: columns with the same scale in a block, 16 or 32.
         shift: bits by which codes are larger than they mean; a unit is that much smaller.
-        has_sums: whether sums of x are needed.
+        sums: the factor of the sums of x; 0: they are not needed.
     """
 
     padded: int
     segment: int = BLOCK
     shift: int = 0
-    has_sums: bool = False
+    sums: int = 0
 
     @property
     def diagonal(self) -> int:
@@ -101,7 +102,7 @@ def fixed_point(
         both = jnp.where(own, both.swapaxes(0, 1), 0)
     units = lax.bitcast_convert_type(unit, jnp.float32).T
     sums = jnp.sum(integers.reshape(len(x), -1, digits.segment), -1).T
-    sums = sums * jnp.repeat(units, BLOCK // digits.segment, 0)
+    sums = digits.sums * sums * jnp.repeat(units, BLOCK // digits.segment, 0)
     both = both.astype(jnp.int8).reshape(digits.rows, -1)
     return both, units * 2.0**-digits.shift, sums
 
@@ -169,13 +170,13 @@ def put_in_fixed_point(
                 put_digits(plus(row, padded), block, low)
             scaled = arith.mulf(unit, constant(unit, 2.0**-form.shift))
             memref.store(scaled, units, [index(block), index(row)])
-            if not form.has_sums:
+            if not form.sums:
                 return
             if per_block == 1:
                 sums_of = [arith.addi(*sums_of)]
             for nth, one in enumerate(sums_of):
                 place = index(plus(times(block, per_block), nth))
-                number = arith.mulf(arith.sitofp(unit.type, one), unit)
+                number = arith.mulf(arith.sitofp(unit.type, times(one, form.sums)), unit)
                 memref.store(number, sums, [place, index(row)])
 
         of_thread, all_of_them = remainder(mgpu.thread_idx(), threads), rows * blocks
@@ -271,21 +272,24 @@ class Operands:
     def codes(self, block: int, *, halves: bool = False) -> list[tuple[Any, int | None]]:
         """Returns a block's codes, or those of its halves, and their stride in shared memory."""
         if self._bits == 8:
-            return [(self._descriptor(self._values, block, ROWS), BLOCK)]
+            return [(self._descriptor(self._values, block), BLOCK)]
         registers = code_registers(self._bytes, self._high, block=block, bits=self._bits)
-        return [(wgmma_fence(some), None) for some in operands(registers, halves=halves)]
+        made = operands(registers, halves=halves)
+        return [(mgpu.optimization_barrier(some), None) for some in made]
 
-    def times_digits(self, codes: Any, stride: int | None, block: int, sums: Any) -> Any:
-        """Adds a block's product to the registers of sums, without waiting for it."""
+    def product(self, codes: Any, stride: int | None, block: int, before: Any = None) -> Any:
+        """Returns registers of a block's product, or of its sum with a product before it.
+
+        The product is not waited for (`finished`).
+        """
+        digits = self._descriptor(self._digits, block)
+        if before is None:
+            return _first_product(codes, digits, self._columns)
         byte = ir.IntegerType.get_signless(8)
-        turned = mgpu.memref_transpose(self._tile(self._digits, block), (1, 0, 3, 2))
-        (digits, _), *_ = mma_utils.create_descriptor(
-            *(turned, SWIZZLE, (SWIZZLE, self._columns)), logical_k_major=True
-        )
         return wgmma_m64(
-            sums,
+            before,
             codes,
-            self._moved(digits, block),
+            digits,
             a_transpose=None if stride is None else False,
             b_transpose=False,
             a_k_stride=stride,
@@ -296,41 +300,61 @@ class Operands:
             b_element_type=byte,
         )
 
-    def zeros(self) -> Any:
-        """Returns an accumulator for sums."""
-        word = ir.IntegerType.get_signless(32)
-        return mgpu.WGMMAAccumulator.zero(ROWS, self._columns, word, is_signed=True)
-
     @staticmethod
-    def finished(pairs: list[tuple[Any, Any]]) -> list[Any]:
-        """Waits for all products, and returns the sums [64, columns] of accumulators' registers."""
+    def finished(products: list[Any]) -> list[Any]:
+        """Waits for all products, and returns them as arrays [64, columns]."""
         nvvm.wgmma_commit_group_sync_aligned()
         nvvm.wgmma_wait_group_sync_aligned(0)
         return [
             mgpu.optimization_barrier(  # no register is read before its product has finished
                 mgpu.FragmentedArray(
-                    _registers=registers, _layout=acc._value.layout, _is_signed=True
+                    _registers=registers,
+                    _layout=fragmented_array.WGMMA_LAYOUT_ACC_32BIT,
+                    _is_signed=True,
                 )
-            ).to_layout(acc._original_layout)
-            for acc, registers in pairs
+            ).to_layout(fragmented_array.WGMMA_LAYOUT)
+            for registers in products
         ]
 
-    def _descriptor(self, memory: Any, block: int, rows: int) -> Any:
+    def _descriptor(self, memory: Any, block: int) -> Any:
+        """Returns the descriptor of a block's 32 columns of rows in shared memory."""
+        tile, place = divmod(block, SWIZZLE // BLOCK)
+        own = mgpu.memref_slice(memory, (slice(None), slice(tile, tile + 1)))
         (descriptor, _), *_ = mma_utils.create_descriptor(
-            *(self._tile(memory, block), SWIZZLE, (rows, SWIZZLE)), logical_k_major=False
+            *(own, SWIZZLE, (8 * own.type.shape[0], SWIZZLE)), logical_k_major=False
         )
-        return self._moved(descriptor, block)
-
-    @staticmethod
-    def _tile(memory: Any, block: int) -> Any:
-        tile = block // (SWIZZLE // BLOCK)
-        return mgpu.memref_slice(memory, (slice(None), slice(tile, tile + 1)))
-
-    @staticmethod
-    def _moved(descriptor: Any, block: int) -> Any:
-        nbytes = block % (SWIZZLE // BLOCK) * BLOCK
         wide = ir.IntegerType.get_signless(64)
-        return arith.addi(descriptor, arith.constant(wide, mma_utils.encode_addr(nbytes)))
+        at = arith.constant(wide, mma_utils.encode_addr(place * BLOCK))
+        return arith.addi(descriptor, at)
+
+
+def _first_product(codes: Any, digits: Any, columns: int) -> Any:
+    """Returns registers of a product that is added to nothing, so that none has to be 0 before."""
+    word, count = ir.IntegerType.get_signless(32), columns // 2
+    given, kinds = [codes], ["l"]
+    if isinstance(codes, mgpu.FragmentedArray):
+        given, kinds = [llvm.bitcast(word, one) for one in codes.registers.flat], ["r"] * 4
+    first = count + len(given)
+    of_codes = ",".join(f"${count + nth}" for nth in range(len(given)))
+    if len(given) > 1:
+        of_codes = f"{{{of_codes}}}"
+    of_sums = ",".join(f"${nth}" for nth in range(count))
+    made = llvm.inline_asm(
+        llvm.StructType.get_literal([word] * count),
+        [*given, digits],
+        "{ .reg .pred none; setp.ne.b32 none, 0, 0; "
+        f"wgmma.mma_async.sync.aligned.m64n{columns}k32.s32.s8.s8 "
+        f"{{{of_sums}}}, {of_codes}, ${first}, none; }}",
+        ",".join(["=r"] * count + kinds + ["l"]),
+        asm_dialect=0,
+        has_side_effects=True,
+    )
+    one = ir.VectorType.get((1,), word)
+    registers = [
+        vector.from_elements(one, [llvm.extractvalue(word, made, [nth])]) for nth in range(count)
+    ]
+    shape = fragmented_array.WGMMA_LAYOUT_ACC_32BIT.registers_shape((ROWS, columns))
+    return np.array(registers, dtype=object).reshape(shape)
 
 
 def block_products(
@@ -347,12 +371,10 @@ def block_products(
     @plgpu.inline_mgpu(arg_types=kinds, return_type=[made] * (len(blocks) * (1 + halves)))
     def products(_, values, digits, *high):
         of_high = (high[0], high_s.shape[1]) if high else None
-        chunk, pairs = Operands((values, values_s.shape[1]), of_high, digits, bits), []
+        chunk = Operands((values, values_s.shape[1]), of_high, digits, bits)
         loaded = [(block, *one) for block in blocks for one in chunk.codes(block, halves=halves)]
-        for block, codes, stride in loaded:
-            acc = chunk.zeros()
-            registers = chunk.times_digits(codes, stride, block, acc._value.registers)
-            pairs.append((acc, registers))
-        return chunk.finished(pairs)
+        nvvm.wgmma_fence_aligned()  # after the last register was written
+        made = [chunk.product(codes, stride, block) for block, codes, stride in loaded]
+        return chunk.finished(made)
 
     return products(*given)
