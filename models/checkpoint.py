@@ -244,6 +244,16 @@ def require_on_one_device(params: Params) -> None:
         raise ValueError(f"params={params!r}: must be on one device, and is on {params.mesh.size}")
 
 
+def require_full_attention(params: Params) -> None:
+    """Raises ValueError if some layers attend to a window of newest tokens only."""
+    if params.config.windowed(params.config.max_position_embeddings):
+        windows = sorted({window for window in params.config.windows if window is not None})
+        raise ValueError(
+            f"params={params!r}: must attend to all tokens in every layer here, and has sliding "
+            f"windows of {', '.join(map(str, windows))} tokens"
+        )
+
+
 def require_in_one_process(params: Params) -> None:
     """Raises ValueError if a model is spread over devices of several processes."""
     if params.mesh is not None and params.mesh.is_multi_process:

@@ -85,13 +85,15 @@ class ModelConfig:
     """The sizes and switches of one decoder.
 
     Attributes:
-        family: "llama", "qwen2" or "qwen3", which selects the name maps for loading.
+        family: "llama", "mistral", "qwen2" or "qwen3", which selects the name maps for loading.
         max_position_embeddings: the maximum context length; with YaRN at least the context that it
             scales to.
         rope_factors: a divisor per rotary frequency (H/2 of them), by which GGUF files store Llama
             3.1's rule; or None.
         qkv_bias: whether the q, k and v projections have a bias (Qwen2).
         qk_norm: whether queries and keys are RMS-normalised per head before RoPE (Qwen3).
+        windows: the number of newest tokens that each layer attends to, the query's own included;
+            None: all of them. Empty if no layer has a window.
     """
 
     family: str
@@ -110,6 +112,7 @@ class ModelConfig:
     tie_word_embeddings: bool = False
     qkv_bias: bool = False
     qk_norm: bool = False
+    windows: tuple[int | None, ...] = ()
 
     @property
     def layer_weights(self) -> int:
@@ -143,6 +146,24 @@ class ModelConfig:
                 f"rope_factors has {len(self.rope_factors)} entries: must be head_dim / 2 = "
                 f"{self.head_dim // 2}"
             )
+
+        if self.windows and len(self.windows) != self.num_layers:
+            raise ValueError(
+                f"windows has {len(self.windows)} entries: must have one per layer, "
+                f"{self.num_layers}, or none"
+            )
+        for window in self.windows:
+            if window is not None and (type(window) is not int or window < 1):
+                raise ValueError(f"windows={self.windows}: must be integers of at least 1 or None")
+
+    def window(self, layer: int, capacity: int) -> int | None:
+        """Returns a layer's window, or None if it attends to all of at most `capacity` tokens."""
+        window = self.windows[layer] if self.windows else None
+        return None if window is None or window >= capacity else window
+
+    def windowed(self, capacity: int) -> bool:
+        """Returns whether some layer does not attend to all of `capacity` tokens."""
+        return any(self.window(layer, capacity) for layer in range(self.num_layers))
 
     def of_rank(self, ranks: int) -> "ModelConfig":
         """Returns the sizes of each of several ranks; raises ValueError if they do not divide."""
@@ -186,6 +207,14 @@ def require(config: dict[str, Any], key: str) -> Any:
     if config.get(key) is None:
         raise ValueError(f"config field {key!r} is missing: every model config must state it")
     return config[key]
+
+
+def whole_field(config: dict[str, Any], key: str) -> int:
+    """Returns config[key]; raises a ValueError that names it unless it is an integer above 0."""
+    value = require(config, key)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"config field {key}={value!r}: must be an integer of at least 1")
+    return value
 
 
 def refuse(config: dict[str, Any], key: str, allowed: tuple[Any, ...]) -> None:

@@ -92,4 +92,5 @@ def _config_from_saved(fields: dict[str, Any]) -> ModelConfig:
         fields = fields | {
             "rope_factors": tuple(float(factor) for factor in fields["rope_factors"])
         }
+    fields = fields | {"windows": tuple(fields.get("windows", ()))}
     return ModelConfig(**{name: value for name, value in fields.items() if name != "weights"})

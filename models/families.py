@@ -7,9 +7,10 @@ checkpoint's tensors for it, in the order in which they are joined.
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
-from jsparse.models.config import ModelConfig, refuse, require
+from jsparse.models.config import ModelConfig, refuse, require, whole_field
 from jsparse.models.quantization_config import scheme_of
 from jsparse.models.rope_scaling import rope_from_gguf, rope_from_hf
+from jsparse.models.sliding_windows import Windows, refuse_gguf_window, windows_from_hf
 
 Names = dict[str, tuple[str, ...]]
 
@@ -18,12 +19,14 @@ class Family(NamedTuple):
     """One model family.
 
     Attributes:
-        name: config.json's `model_type` and GGUF's `general.architecture`.
+        name: config.json's `model_type`, and GGUF's `general.architecture` unless GGUF files state
+            another family's.
         hf_names, gguf_names: the tensor names per weight; those of a tied lm_head or an absent bias
             are unused.
         switches: the ModelConfig fields with the same value in all its models.
         without, required: fields that config.json must not set, and additional fields that it must
             have.
+        windows: whether config.json's sliding window applies.
         gguf_interleaved: whether GGUF orders the rows of q and k for a rotation of neighbours.
     """
 
@@ -33,6 +36,7 @@ class Family(NamedTuple):
     switches: Mapping[str, bool] = {}
     without: tuple[str, ...] = ()
     required: tuple[str, ...] = ()
+    windows: Windows = "never"
     gguf_interleaved: bool = False
 
     def config_from_hf(self, config: dict[str, Any]) -> ModelConfig:
@@ -40,7 +44,8 @@ class Family(NamedTuple):
             refuse(config, field, (False,))
         for field in self.required:
             require(config, field)
-        return ModelConfig(family=self.name, **self.switches, **sizes_from_hf(config))
+        windows, sizes = windows_from_hf(config, self.windows), sizes_from_hf(config)
+        return ModelConfig(family=self.name, windows=windows, **self.switches, **sizes)
 
     def config_from_gguf(
         self, metadata: Mapping[str, Any], tensor_names: Collection[str]
@@ -90,12 +95,15 @@ _FAMILIES = (
         without=("attention_bias", "mlp_bias"),
         gguf_interleaved=True,
     ),
+    # a Llama, whose GGUF files state "llama"
+    Family("mistral", HF_NAMES, GGUF_NAMES, windows="stated", gguf_interleaved=True),
     # Qwen2 and Qwen2.5
     Family(
         "qwen2",
         HF_NAMES | {_BIAS: tuple(f"model.layers.{{i}}.self_attn.{p}_proj.bias" for p in "qkv")},
         GGUF_NAMES | {_BIAS: tuple(f"blk.{{i}}.attn_{p}.bias" for p in "qkv")},
         switches={"qkv_bias": True},
+        windows="switched",
     ),
     # its head_dim does not follow from hidden_size
     Family(
@@ -110,6 +118,7 @@ _FAMILIES = (
         switches={"qk_norm": True},
         without=("attention_bias",),
         required=("head_dim",),
+        windows="switched",
     ),
 )
 FAMILIES = {family.name: family for family in _FAMILIES}
@@ -120,12 +129,9 @@ def sizes_from_hf(config: dict[str, Any]) -> dict[str, Any]:
     """Returns the fields common to every config.json, under ModelConfig's names."""
     scheme_of(config)  # raises if the checkpoint is quantized in an unsupported way
     refuse(config, "hidden_act", ("silu",))
-    refuse(config, "use_sliding_window", (False,))
     for fields in (config, config.get("rope_parameters") or {}):
         refuse(fields, "partial_rotary_factor", (1, 1.0))
-    for kind in config.get("layer_types") or ():
-        refuse({"layer_types": kind}, "layer_types", ("full_attention",))
-    hidden, heads = (_count(config, key) for key in ("hidden_size", "num_attention_heads"))
+    hidden, heads = (whole_field(config, key) for key in ("hidden_size", "num_attention_heads"))
     kv_heads, head_dim = config.get("num_key_value_heads"), config.get("head_dim")
     return {
         "vocab_size": require(config, "vocab_size"),
@@ -151,6 +157,7 @@ def sizes_from_gguf(metadata: Mapping[str, Any], tensor_names: Collection[str]) 
         key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)
     }
     refuse(fields, "expert_count", (0,))
+    refuse_gguf_window(fields)
     hidden, heads = require(fields, "embedding_length"), require(fields, "attention.head_count")
     head_dim = fields.get("attention.key_length") or hidden // heads
     refuse(fields, "attention.value_length", (head_dim,))
@@ -168,10 +175,3 @@ def sizes_from_gguf(metadata: Mapping[str, Any], tensor_names: Collection[str]) 
         "tie_word_embeddings": "output.weight" not in tensor_names,
         **rope_from_gguf(fields),
     }
-
-
-def _count(config: dict[str, Any], key: str) -> int:
-    value = require(config, key)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"config field {key}={value!r}: must be an integer of at least 1")
-    return value

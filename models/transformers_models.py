@@ -39,7 +39,8 @@ def from_transformers(
     may be trained further or deleted.
 
     Args:
-        model: a LlamaForCausalLM, Qwen2ForCausalLM or Qwen3ForCausalLM, on any device.
+        model: a LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM or Qwen3ForCausalLM, on
+            any device.
         tokenizer: a fast transformers tokenizer, a jsparse one, or None; inputs must then be token
             ids.
         dtype: "float32", "bfloat16" or "float16"; None: bfloat16 on a GPU and float32 elsewhere.

@@ -25,7 +25,7 @@ import optax
 from jaxtyping import Array, Bool, Float, Float32
 
 import jsparse
-from jsparse.models.checkpoint import Params, require_on_one_device
+from jsparse.models.checkpoint import Params, require_full_attention, require_on_one_device
 from jsparse.models.indexer import BLOCK, Indexer, IndexerFile
 from jsparse.models.layers import rope_frequencies
 from jsparse.models.transformer import Decoder, Weights, hidden_states
@@ -95,9 +95,11 @@ def train_indexer(
     the measures on held-out batches, before and after training.
 
     Raises:
-        ValueError: the model is on several devices, or no held-out text has more than two blocks.
+        ValueError: the model is on several devices or has sliding windows, or no held-out text has
+            more than two blocks.
     """
     require_on_one_device(params)
+    require_full_attention(params)
     held_out = range(settings.steps, settings.steps + settings.held_out)
     longest = max(int(texts(source, settings, nth)[1].max()) for nth in held_out)
     if longest <= 2 * settings.block:

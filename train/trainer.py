@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 import jsparse
-from jsparse.models.checkpoint import Params, require_on_one_device
+from jsparse.models.checkpoint import Params, require_full_attention, require_on_one_device
 from jsparse.policies.head_gates import HeadGates, save
 from jsparse.train import distill, lagrangian
 from jsparse.train.data import Source, check_at_least
@@ -52,9 +52,11 @@ class Trainer:
 
         Raises:
             ValueError: a setting is out of range, the folder does not match `resume` and the
-                settings, or the model is spread over several devices, or has matrices in blocks.
+                settings, or the model is spread over several devices, has sliding windows, or has
+                matrices in blocks.
         """
         require_on_one_device(params)
+        require_full_attention(params)
         if params.forms:
             raise ValueError(f"params={params!r}: must be loaded with weights='plain' to train")
         config = params.config

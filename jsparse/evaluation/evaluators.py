@@ -13,7 +13,7 @@ from jsparse.evaluation.statistics import BY_STEP, STEP_BLOCK, YARDSTICK
 from jsparse.evaluation.tasks.sample import SEED, Sample, Task
 from jsparse.evaluation.teacher_forcing import Forcing, force
 from jsparse.evaluation.yardstick import yardsticks
-from jsparse.models.checkpoint import Params
+from jsparse.models.checkpoint import Params, require_full_attention
 from jsparse.models.tokenizer import Tokenizer
 from jsparse.runtime.host_reader import Generation, GenerationStats
 
@@ -60,6 +60,8 @@ class Comparison:
         self._steps, self._batch = steps, batch
         self.tasks = (name, YARDSTICK) if yardstick and name == "kl" else (name,)
         _require_room(length, texts, steps)
+        if name == "attention":
+            require_full_attention(params)
         self._windows, self.samples = None, None
         if name == "ppl":
             self._windows = [windows(text, length, steps) for text in texts.values()]

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float32, Int32
 
 from jsparse.cache import CacheSpec, StepView, slot_positions
 from jsparse.hyper_parameters import whole_number
-from jsparse.models.checkpoint import Params
+from jsparse.models.checkpoint import Params, require_full_attention
 from jsparse.policies.combinators import WrappedState, with_state
 from jsparse.policies.expressions import as_policy
 from jsparse.policies.oracle import attention_logits
@@ -162,10 +162,11 @@ def inspect_step(
     token's; the prompt itself is prefilled. `on_progress` receives ("prefill", done, tokens).
 
     Raises:
-        ValueError: an argument is out of range, there are several prompts, or prompt and steps do
-            not fit.
+        ValueError: an argument is out of range, there are several prompts, prompt and steps do not
+            fit, or the model has sliding windows.
     """
     whole_number("step", step, 1)
+    require_full_attention(params)
     rows, _ = prompts.encode(params, prompt)
     if len(rows) != 1:
         raise ValueError(f"prompt: must be one prompt, not {len(rows)}")

@@ -87,7 +87,7 @@ def num_parameters(config: ModelConfig, counted: Callable[[Weight], bool] = lamb
     names = FAMILIES[config.family].hf_names
 
     def count(layers: int) -> int:
-        shallow = dataclasses.replace(config, num_layers=layers)
+        shallow = dataclasses.replace(config, num_layers=layers, windows=())
         return sum(
             math.prod(weight.shape)
             for weight in list_weights(Path(), layers, shallow, names)

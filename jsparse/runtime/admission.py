@@ -21,6 +21,7 @@ from jsparse.runtime.draft_length import most_drafts
 from jsparse.runtime.prefill import OnChunk
 from jsparse.runtime.state_axes import state_axes
 from jsparse.runtime.store import KVStore, on_host, store_of
+from jsparse.selection import MAX_BITS_PAGE
 
 # steps per program on a GPU
 STEPS_PER_PROGRAM = 8
@@ -99,6 +100,8 @@ def admit(
             f"correct_every={policy.services.correct_every}: must be 0 if the policy evicts, "
             "since heads then hold different tokens"
         )
+    if params.config.windowed(spec.capacity):
+        _require_windows(policy, spec)
     adapts, on_gpu = drafts is None, jax.default_backend() == "gpu"
     if drafts is None:
         drafts = most_drafts(spec.batch, on_gpu=on_gpu)
@@ -123,6 +126,20 @@ def admit(
         capacity.require_fit(spec, policy)
     max_steps = steps_per_program or (STEPS_PER_PROGRAM if on_gpu else 1)
     return Deployment(params, policy, spec, store, max_steps, drafts, adapts)
+
+
+def _require_windows(policy: Policy, spec: CacheSpec) -> None:
+    """Raises ValueError if layers cannot attend to exactly their windows of newest tokens."""
+    if policy.evicts:
+        raise ValueError(
+            f"policy={policy}: must keep every token, since some layers of the model have a "
+            f"sliding window below the {spec.capacity} tokens of a row"
+        )
+    if spec.page_size > MAX_BITS_PAGE:
+        raise ValueError(
+            f"page_size={spec.page_size}: must be at most {MAX_BITS_PAGE} for a model with sliding "
+            "windows, which start within pages"
+        )
 
 
 def require_resumable(policy: Policy, spec: CacheSpec) -> None:

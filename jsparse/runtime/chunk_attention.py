@@ -1,7 +1,7 @@
 """Attention of prompt chunks, and chunk sizes."""
 
 import math
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,8 @@ from jsparse.cache import CacheSpec, LayerCache, read_pages
 from jsparse.pallas_kernels.block_sparse_decode import block_sparse_decode
 from jsparse.pallas_kernels.block_sparse_decode.api import MAX_QUERIES
 from jsparse.pallas_kernels.new_token_attention import new_token_attention
-from jsparse.selection import everything
+from jsparse.selection import Granularity, Selection, everything
+from jsparse.selection import window as select_window
 from jsparse.selection.partials import ListedLogits, Stats, StatsKind, merge
 from jsparse.shapes import ChunkKV, ChunkQueries, Rows
 
@@ -25,13 +26,21 @@ FLASH_COPIED = 8 * FLASH_CHUNK
 
 
 def attend_chunk(
-    q: ChunkQueries, k: ChunkKV, v: ChunkKV, kv: LayerCache, valid: Rows
+    q: ChunkQueries,
+    k: ChunkKV,
+    v: ChunkKV,
+    kv: LayerCache,
+    valid: Rows,
+    window: int | None = None,
 ) -> ChunkQueries:
     """Attends causally from a chunk to itself and to everything that its row held before it.
 
     The chunk's own k and v are the last `valid[b]` tokens in the cache. All heads of a row must
-    hold the same number of tokens, which is true unless a policy has compacted them.
+    hold the same number of tokens, which is true unless a policy has compacted them. With a
+    `window`, each token attends to this many newest tokens, its own included.
     """
+    if window is not None:
+        return _attend_in_window(q, kv, valid, window)
     lengths = kv.lengths[:, 0] - valid
     tokens = max(q.shape[1], _block_tokens(q.shape[0], q.shape[-1], q.dtype))
     pages = max(min(tokens // kv.page_size, kv.num_pages), 1)
@@ -51,12 +60,59 @@ def attend_chunk(
     return o.astype(q.dtype)
 
 
+def _attend_in_window(q: ChunkQueries, kv: LayerCache, valid: Rows, window: int) -> ChunkQueries:
+    """Attends from a chunk that the cache holds, some queries at a time, to their windows' pages.
+
+    Masks need plain attention, so blocks of queries have its size.
+    """
+    batch, tokens, _, head_dim = q.shape
+    size = min(tokens, max(PLAIN_CHUNK // batch, 1))
+    blocks = -(-tokens // size)
+    # a window may start within a page
+    pages = min(-(-(window + size) // kv.page_size) + 1, kv.num_pages)
+    first = kv.lengths[:, 0] - valid
+
+    def block(nth_and_part: tuple[Array, ChunkQueries]) -> ChunkQueries:
+        nth, part = nth_and_part
+        positions = first[:, None] + nth * size + jnp.arange(size, dtype=jnp.int32)
+        oldest = jnp.maximum(positions[:, 0] - window + 1, 0) // kv.page_size
+        logical = oldest[:, None] + jnp.arange(pages, dtype=jnp.int32)
+        slots = logical[..., None] * kv.page_size + jnp.arange(kv.page_size, dtype=jnp.int32)
+        age = positions[:, :, None] - slots.reshape(batch, 1, -1)
+        # pages past the last one repeat it under slots that no query has reached
+        logical = jnp.minimum(logical, kv.num_pages - 1)[:, None]
+        logical = jnp.broadcast_to(logical, (*kv.lengths.shape, pages))
+        keys, values = (_by_token(read_pages(pool, kv, logical)) for pool in (kv.k, kv.v))
+        seen = (age >= 0) & (age < window)
+        return _jax_attention(part, keys, values, mask=seen[:, None])[0].astype(q.dtype)
+
+    padded = jnp.pad(q, ((0, 0), (0, blocks * size - tokens), (0, 0), (0, 0)))
+    parts = padded.reshape(batch, blocks, size, -1, head_dim).swapaxes(0, 1)
+    o = jax.lax.map(block, (jnp.arange(blocks, dtype=jnp.int32), parts))
+    return o.swapaxes(0, 1).reshape(padded.shape)[:, :tokens]
+
+
+def newest(kv: LayerCache, window: int | None, *, granularity: Granularity = "page") -> Selection:
+    """Selects the last `window` tokens of each head; None: everything."""
+    if window is None:
+        return everything(kv.lengths)
+    return select_window(
+        kv.lengths,
+        sink=0,
+        recent=window,
+        num_pages=kv.num_pages,
+        page_size=kv.page_size,
+        granularity=granularity,
+    )
+
+
 def attend_few(
     q: ChunkQueries,
     k: ChunkKV,
     v: ChunkKV,
     kv: LayerCache,
     valid: Rows,
+    window: int | None = None,
     *,
     stats: StatsKind | None = None,
 ) -> tuple[ChunkQueries, Stats | ListedLogits | None]:
@@ -64,12 +120,28 @@ def attend_few(
 
     All of these queries attend to the row's earlier tokens at once: the decode kernel reads them
     once per call. The first call also makes the report that `stats` asks for, on the mean of its
-    queries. That of a single token includes the token itself, as in a decode step.
+    queries. That of a single token includes the token itself, as in a decode step. With a window,
+    every token attends as a single one does, and the report is the first token's.
     """
     if q.shape[1] == 1:  # as a decode step: a single token attends to all that its row holds
         own = kv._replace(lengths=jnp.where(valid[:, None] > 0, kv.lengths, 0))
-        out = block_sparse_decode(q[:, 0], own, everything(own.lengths), stats=stats, dtype=q.dtype)
+        out = block_sparse_decode(q[:, 0], own, newest(own, window), stats=stats, dtype=q.dtype)
         return out.o[:, None], out.stats
+    if window is not None:
+        first = kv.lengths - valid[:, None]
+        each = [
+            attend_few(
+                q[:, nth : nth + 1],
+                k[:, nth : nth + 1],
+                v[:, nth : nth + 1],
+                kv._replace(lengths=first + nth + 1),
+                jnp.clip(valid - nth, 0, 1),
+                window,
+                stats=stats if nth == 0 else None,
+            )
+            for nth in range(q.shape[1])
+        ]
+        return jnp.concatenate([o for o, _ in each], axis=1), each[0][1]
     # inactive rows read nothing
     past = kv._replace(lengths=jnp.where(valid[:, None] > 0, kv.lengths - valid[:, None], 0))
     # a report adds one query, the mean
@@ -116,12 +188,36 @@ def flash(
     *,
     causal: bool = False,
     kv_lengths: Rows | None = None,
+    window: int | None = None,
 ) -> tuple[Float32[Array, "B T N H"], Float32[Array, "B T N"]]:
-    """Returns (o, lse) of one block.
+    """Returns (o, lse) of one block; with a window, each causal query sees that many newest keys.
 
     It uses cuDNN's flash attention if the GPU and dtype support it, and plain XLA otherwise.
     """
-    fused = has_flash(q.shape[-1], q.dtype)
+    o, lse = _jax_attention(
+        q,
+        k,
+        v,
+        is_causal=causal,
+        key_value_seq_lengths=kv_lengths,
+        local_window_size=None if window is None else (window - 1, 0),
+        implementation="cudnn" if has_flash(q.shape[-1], q.dtype) else "xla",
+    )
+    if kv_lengths is None:
+        return o, lse
+    some = (kv_lengths > 0)[:, None, None]
+    return jnp.where(some[..., None], o, 0.0), jnp.where(some, lse, -jnp.inf)
+
+
+def _jax_attention(
+    q: ChunkQueries,
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K H"],
+    *,
+    implementation: Literal["xla", "cudnn"] = "xla",
+    **options: Any,
+) -> tuple[Float32[Array, "B T N H"], Float32[Array, "B T N"]]:
+    """Returns (o, lse) of jax's attention with these options."""
     if q.dtype == jnp.float16 and jax.default_backend() == "cpu":
         # jax requests float16 products with float32 sums, which XLA lacks on a CPU
         q = q.astype(jnp.float32)
@@ -129,16 +225,11 @@ def flash(
         q,
         k.astype(q.dtype),
         v.astype(q.dtype),
-        is_causal=causal,
-        key_value_seq_lengths=kv_lengths,
-        implementation="cudnn" if fused else "xla",
+        implementation=implementation,
         return_residual=True,
+        **options,
     )
-    o, lse = o.astype(jnp.float32), lse.astype(jnp.float32)
-    if kv_lengths is None:
-        return o, lse
-    some = (kv_lengths > 0)[:, None, None]
-    return jnp.where(some[..., None], o, 0.0), jnp.where(some, lse, -jnp.inf)
+    return o.astype(jnp.float32), lse.astype(jnp.float32)
 
 
 def has_flash(head_dim: int, dtype: Any) -> bool:

@@ -142,7 +142,8 @@ def _of_keys(
         queries, keys = (x[0].swapaxes(0, 1) for x in (q, k))
         found = mid_and_scale(keys, queries, positions, frequencies)
         parts.append((*found, reach_of(keys)))
-        return flash(q, k, v, causal=True)[0].astype(q.dtype)
+        window = decoder.config.window(layer, tokens.shape[1])
+        return flash(q, k, v, causal=True, window=window)[0].astype(q.dtype)
 
     hidden_states(decoder, weights, tokens, positions[None], attend)
     mid, scale, reach = (gathered(jnp.stack(part), 1) for part in zip(*parts, strict=True))

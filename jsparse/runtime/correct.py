@@ -103,7 +103,9 @@ def recomputed(
 
     def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
         nonlocal state
-        o, stats = attend_new(q, k, v, cache.layers[layer], valid)
+        kv = cache.layers[layer]
+        window = decoder.config.window(layer, kv.capacity)
+        o, stats = attend_new(q, k, v, kv, valid, window)
         reports.append(stats)
         state = policy.append(state, layer, k, v, tokens, positions, view._replace(cache=cache))
         return o.reshape(-1, 1, *o.shape[2:])

@@ -32,6 +32,7 @@ from jsparse.pallas_kernels.token_sparse_decode import token_sparse_decode
 from jsparse.policy import Policy, kept, selected
 from jsparse.ranks import across
 from jsparse.runtime import host_attention
+from jsparse.runtime.chunk_attention import newest
 from jsparse.runtime.state_axes import keep_inactive
 from jsparse.selection import Selection
 from jsparse.selection.attended import count_tokens
@@ -106,7 +107,8 @@ def decode_step(
         now = view._replace(cache=cache)
         grown = policy.append(state, layer, k, v, tokens[:, None], positions, now)
         state = kept(policy, "append", state, grown)
-        out, state, counted = attend_layer(policy, layer, q[:, 0], now, state)
+        window = decoder.config.window(layer, cache.layers[layer].capacity)
+        out, state, counted = attend_layer(policy, layer, q[:, 0], now, state, window)
         state = kept(policy, "update", state, policy.update(state, layer, out.stats, now))
         counts.append(counted)
         return out.o[:, None]
@@ -123,9 +125,14 @@ def decode_step(
 
 
 def attend_layer(
-    policy: Policy, layer: int, q: Queries, view: StepView, state: State
+    policy: Policy,
+    layer: int,
+    q: Queries,
+    view: StepView,
+    state: State,
+    window: int | None = None,
 ) -> tuple[AttentionOut, State, tuple[Lengths, Lengths]]:
-    """Selects and attends in one layer.
+    """Selects and attends in one layer; one with a window attends to it, whatever the selection.
 
     The last two arrays are the number of tokens that each head attended to and read.
     """
@@ -134,6 +141,8 @@ def attend_layer(
     if summary is not None:
         summary = _of_active(summary, view)
     selection, summary = dense_rows(policy, layer, selection, summary, view)
+    if window is not None:  # `select` has run: its state may be for later layers
+        selection, summary = newest(kv, window, granularity=selection.granularity), None
     dtype = q.dtype if summary is None else jnp.float32
     run = host_attention.attention(ATTENTION[selection.granularity], policy.offload)
     out = run(q, kv, selection, stats=policy.stats(layer), dtype=dtype)

@@ -200,7 +200,7 @@ def prefill_tokens(
         cache = append(cache, layer, k, v, positions, valid)
         kv, q = whole(cache.layers[layer], q, (k, v), positions, valid)
         k, v = as_held(kv, k, v)
-        o = attend_chunk(q, k, v, kv, valid)
+        o = attend_chunk(q, k, v, kv, valid, decoder.config.window(layer, kv.capacity))
         k, v = finite(k), finite(v)  # as the cache holds those of sound rows
         if windows:
             windows[layer] = _shift_in(windows[layer], q, valid)

@@ -79,6 +79,7 @@ def dense_pass(decoder: Decoder, weights: Weights, tokens: Tokens) -> Float32[Ar
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
 
     def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
-        return flash(q, k, v, causal=True)[0]
+        window = decoder.config.window(layer, tokens.shape[1])
+        return flash(q, k, v, causal=True, window=window)[0]
 
     return to_logits(decoder, weights, hidden_states(decoder, weights, tokens, positions, attend))

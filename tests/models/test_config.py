@@ -130,6 +130,31 @@ def test_fields_may_be_null_or_disabled():
         assert config == replace(LLAMA.config_from_hf(hf_config("llama")), **expected), changes
 
 
+def test_windows_are_those_of_transformers():
+    sliding, full = "sliding_attention", "full_attention"
+    for family, stated, windows in [
+        ("mistral", {}, ()),
+        ("mistral", {"sliding_window": None}, ()),
+        ("mistral", {"sliding_window": 64}, (64, 64)),
+        ("mistral", {"sliding_window": 64, "layer_types": [full, sliding]}, (None, 64)),
+        ("qwen2", {"sliding_window": 64, "max_window_layers": 0}, ()),
+        ("qwen2", {"sliding_window": 64, "use_sliding_window": False}, ()),
+        ("qwen2", {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 1},
+         (None, 64)),
+        ("qwen3", {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 28},
+         (None, None)),
+        ("llama", {"sliding_window": 64}, ()),
+    ]:  # fmt: skip
+        read = FAMILIES[family].config_from_hf(hf_config(family, **stated))
+        assert read.windows == windows, (family, stated)
+
+
+def test_window_of_at_least_the_context_is_none():
+    config = FAMILIES["mistral"].config_from_hf(hf_config("mistral", sliding_window=64))
+    assert [config.window(0, capacity) for capacity in (63, 64, 65)] == [None, None, 64]
+    assert [config.windowed(capacity) for capacity in (64, 65)] == [False, True]
+
+
 def test_yarn_extends_the_longest_context():
     for stated, longest, expected in [
         # as in Qwen's instructions, and as in a config that is scaled already

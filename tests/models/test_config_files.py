@@ -1,13 +1,20 @@
 """Tests configs of files: those of GGUF files, and refusals when a model is loaded."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from jsparse.models.checkpoint import load
 from jsparse.models.config import ModelConfig
 from jsparse.models.families import FAMILIES
-from tests.support.writers import hf_config, hf_tensors, write_folder, write_gguf
+from tests.support.writers import (
+    architecture_of,
+    hf_config,
+    hf_tensors,
+    write_folder,
+    write_gguf,
+)
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 
@@ -17,6 +24,7 @@ def test_gguf_metadata_give_the_config_of_config_json(family, tmp_path):
     config = hf_config(family, tie_word_embeddings=True)
     loaded = load(write_gguf(tmp_path / "m.gguf", config, hf_tensors(config))).config
     expected = FAMILIES[family].config_from_hf(config)
+    expected = replace(expected, family=architecture_of(config))
     assert loaded.rms_norm_eps == pytest.approx(expected.rms_norm_eps)
     assert loaded == ModelConfig(**{**vars(expected), "rms_norm_eps": loaded.rms_norm_eps})
 
@@ -49,7 +57,11 @@ def test_config_that_cannot_be_decoded_is_refused(tmp_path):
         ("llama", {"num_key_value_heads": 3}),
         ("llama", {"head_dim": 7}),
         ("llama", {"head_dim": None, "hidden_size": "32"}),
-        ("qwen2", {"use_sliding_window": True}),
+        ("llama", {"use_sliding_window": True}),
+        ("mistral", {"sliding_window": 0}),
+        ("mistral", {"sliding_window": 16, "layer_types": ["full_attention"]}),
+        ("mistral", {"layer_types": ["full_attention", "chunked_attention"]}),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 16}),
         ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}),
         ("qwen3", {"head_dim": None}),
     ]:
@@ -74,6 +86,7 @@ def test_gguf_metadata_that_cannot_be_decoded_is_refused(tmp_path):
         ("expert_count", 8, "expert_count=8"),
         ("rope.dimension_count", 4, "rope.dimension_count=4"),
         ("attention.value_length", 4, "attention.value_length=4"),
+        ("attention.sliding_window", 64, "attention.sliding_window=64"),
         ("attention.head_count", 0, "attention.head_count|num_heads"),
         ("attention.head_count_kv", 0, "num_kv_heads=0"),
         ("block_count", None, "block_count"),

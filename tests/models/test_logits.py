@@ -18,6 +18,9 @@ FOLDERS = ("llama", "llama3", "smollm2", "qwen2", "qwen2_untied", "qwen2_sharded
 SCALED = ("qwen2_yarn", "qwen3_yarn", "llama_linear")
 """Models with prompts several times longer than the original context."""
 
+WINDOWED = ("mistral", "qwen2_windows")
+"""Models with windows of 23 tokens in all layers, and in all but the first one."""
+
 SOME = ("llama3", "qwen2_untied", "qwen3_yarn")
 """Each family: tied weights or not, biases, norms of queries and keys, two rules of RoPE scaling.
 """
@@ -53,7 +56,7 @@ def logits_at(params, expected):
     return np.asarray(jsparse.logits(params, expected["tokens"]))[:, expected["positions"]]
 
 
-@pytest.mark.parametrize("name", slow_except(FOLDERS + SCALED, *SOME))
+@pytest.mark.parametrize("name", slow_except(FOLDERS + SCALED + WINDOWED, *SOME, "qwen2_windows"))
 def test_logits(name):
     expected = expected_of(name)
     assert worst(logits_at(model(name), expected), expected["logits"]) < RTOL
@@ -75,7 +78,7 @@ def test_gguf_equals_safetensors(name):
     assert worst(logits_at(file, expected), logits_at(folder, expected)) < 1e-5
 
 
-@pytest.mark.parametrize("name", ["llama3", *SCALED])
+@pytest.mark.parametrize("name", ["llama3", *SCALED, *WINDOWED])
 def test_older_config_style_is_the_same_model(name, tmp_path):
     folder = shutil.copytree(HF / name, tmp_path / name)
     newer = load(folder, dtype="float32").config

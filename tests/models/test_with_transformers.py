@@ -22,7 +22,10 @@ from jsparse.models.tokenizer import Tokenizer  # noqa: E402
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 HF = FIXTURES / "hf"
-FOLDERS = ("llama3", "qwen2", "qwen2_sharded", "qwen3", "qwen2_yarn", "qwen3_yarn", "llama_linear")
+FOLDERS = (
+    *("llama3", "qwen2", "qwen2_sharded", "qwen3", "qwen2_yarn", "qwen3_yarn", "llama_linear"),
+    *("mistral", "qwen2_windows"),
+)
 STRINGS = json.loads((FIXTURES / "tokenizers" / "corpus.json").read_text())["strings"]
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n"

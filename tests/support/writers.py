@@ -12,7 +12,9 @@ from safetensors.numpy import save_file
 
 Tensors = dict[str, np.ndarray]
 
-FAMILIES = ("llama", "qwen2", "qwen3")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+GGUF_ARCHITECTURES = {"mistral": "llama"}
+"""The architectures that GGUF files state, where they differ from the family."""
 
 
 def hf_config(family: str, **changes: Any) -> dict[str, Any]:
@@ -152,14 +154,17 @@ def interleave_halves(weight: np.ndarray, num_heads: int) -> np.ndarray:
     return np.stack(mixed, axis=1).reshape(weight.shape)
 
 
+def architecture_of(config: dict[str, Any]) -> str:
+    """Returns the architecture that the model's GGUF files state."""
+    family: str = config["model_type"]
+    return GGUF_ARCHITECTURES.get(family, family)
+
+
 def gguf_name(config: dict[str, Any], name: str) -> str:
     """Returns the GGUF name of a Hugging Face name, as in the gguf package."""
-    architecture = {arch: kind for kind, arch in gguf.MODEL_ARCH_NAMES.items()}[
-        config["model_type"]
-    ]
-    found = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"]).get_name(
-        name, (".weight", ".bias")
-    )
+    kinds = {arch: kind for kind, arch in gguf.MODEL_ARCH_NAMES.items()}
+    names = gguf.get_tensor_name_map(kinds[architecture_of(config)], config["num_hidden_layers"])
+    found = names.get_name(name, (".weight", ".bias"))
     assert found is not None
     return found
 
@@ -188,7 +193,8 @@ def write_gguf(
         tokens: a vocabulary; None: the file has no tokenizer.
         settings: general.sampling keys, without that prefix.
     """
-    writer = gguf.GGUFWriter(file, config["model_type"])
+    architecture = architecture_of(config)
+    writer = gguf.GGUFWriter(file, architecture)
     integers = {
         "block_count": config["num_hidden_layers"],
         "context_length": config["max_position_embeddings"],
@@ -202,7 +208,7 @@ def write_gguf(
     } | (metadata or {})
     for key, value in integers.items():
         if value is not None:
-            writer.add_uint32(f"{config['model_type']}.{key}", value)
+            writer.add_uint32(f"{architecture}.{key}", value)
     if tokens is not None:
         writer.add_token_list(tokens)
     add = {int: writer.add_int32, float: writer.add_float32, str: writer.add_string}
@@ -215,9 +221,9 @@ def write_gguf(
             data, kind = raw[name]
             writer.add_tensor(gguf_name(config, name), data, raw_dtype=kind)
             continue
-        if config["model_type"] == "llama" and name.endswith("q_proj.weight"):
+        if architecture == "llama" and name.endswith("q_proj.weight"):
             tensor = interleave_halves(tensor, config["num_attention_heads"])
-        if config["model_type"] == "llama" and name.endswith("k_proj.weight"):
+        if architecture == "llama" and name.endswith("k_proj.weight"):
             tensor = interleave_halves(tensor, config["num_key_value_heads"])
         writer.add_tensor(gguf_name(config, name), np.ascontiguousarray(tensor))
     for name, tensor in (extra or {}).items():
