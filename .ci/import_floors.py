@@ -51,6 +51,8 @@ FOR_MODELS = {
     "shapes",
     "heads",
     "pallas_kernels.weight_blocks",
+    "pallas_kernels.expert_choice",
+    "pallas_kernels.expert_product",
     "pallas_kernels.gated_product",
     "pallas_kernels.linear",
     "pallas_kernels.norm_product",

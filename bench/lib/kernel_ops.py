@@ -17,6 +17,7 @@ from bench.lib.kernel_timing import TimedProgram
 from jsparse.cache import LayerCache
 from jsparse.pallas_kernels.centroid_scores.api import centroid_scores
 from jsparse.pallas_kernels.compact_pages.api import compact_pages
+from jsparse.pallas_kernels.expert_product import expert_product
 from jsparse.pallas_kernels.gated_product.api import gated_product
 from jsparse.pallas_kernels.group_means.api import group_means
 from jsparse.pallas_kernels.int4_keys import Int4Keys
@@ -57,6 +58,7 @@ ROW_OPS: dict[str | None, Any] = {
     "norm": (norm_product, {"eps": 1e-5}, "separate"),
     "gate": (gated_product, {}, "separate"),
 }
+EXPERTS, EXPERTS_OF_ROW = 128, 8  # of Qwen3 30B-A3B
 MANY = 16  # minimum rows of products that have others for comparison
 # of a layer of Llama 3.1 8B
 PRODUCTS = (("qkv", 6144, 4096), ("o", 4096, 4096), ("gate|up", 28672, 4096), ("down", 4096, 14336))
@@ -101,7 +103,37 @@ def jobs(*, on_gpu: bool, max_calls: int, shrink: int = 1) -> list[Job]:
     for what, out, width, before in ROW_PRODUCTS:
         sizes = out // shrink, width // shrink, max_calls
         made += [_row(name, what, each, *sizes) for each in dict.fromkeys((None, before))]
+    for rows in (1, 8, 64, 1024, 8192):
+        for what in ("gate|up", "down"):
+            made.append(_experts(name, what, max(rows // shrink, 1), shrink, max_calls))
     return made
+
+
+def _experts(name: str, what: str, rows: int, shrink: int, max_calls: int) -> Job:
+    """Returns a product of rows with their experts, at random those of a layer of Qwen3 30B-A3B.
+
+    The bytes are those of the experts that some row has.
+    """
+    gated = what == "gate|up"
+    width, ffn = max(2048 // shrink, 16), max(768 // shrink, 16)
+    shape = (EXPERTS, width, 2 * ffn) if gated else (EXPERTS, ffn, width)
+    calls = min(8, max_calls)
+    rng = np.random.default_rng(0)
+    drawn = np.argsort(rng.random((calls, rows, EXPERTS)), axis=-1)[..., :EXPERTS_OF_ROW]
+    distinct = np.mean([np.unique(one).size for one in drawn])
+
+    def build():
+        one = (rows, width) if gated else (EXPERTS_OF_ROW, rows, ffn)
+        chosen = [jnp.asarray(each.T, jnp.int32) for each in drawn]
+        return random(0, shape), [(random(n, one), each) for n, each in enumerate(chosen)]
+
+    def op(implementation: str) -> Contender:
+        options = {"gated": gated, "implementation": implementation}
+        return in_turn(lambda matrices, one: expert_product(one[0], matrices, one[1], **options))
+
+    nbytes = int(2 * distinct * shape[1] * shape[2])
+    names = (name, "blocks") if rows > EXPERTS else (name,)
+    return Job(f"experts' {what} b{rows}", nbytes, build, {each: op(each) for each in names})
 
 
 def _row(name: str, what: str, before: str | None, out: int, width: int, max_calls: int) -> Job:

@@ -22,6 +22,8 @@ from jsparse.pallas_kernels.bounds_append import bounds_append
 from jsparse.pallas_kernels.centroid_scores import centroid_scores
 from jsparse.pallas_kernels.centroid_update import centroid_update
 from jsparse.pallas_kernels.compact_pages import compact_pages
+from jsparse.pallas_kernels.expert_choice import expert_choice
+from jsparse.pallas_kernels.expert_product import expert_product
 from jsparse.pallas_kernels.gated_product import gated_product
 from jsparse.pallas_kernels.group_means import group_means
 from jsparse.pallas_kernels.int4_append import int4_append
@@ -50,6 +52,8 @@ from tests.kernels.cases import block_sparse_decode as block_sparse_cases
 from tests.kernels.cases import centroid_scores as centroid_cases
 from tests.kernels.cases import centroid_update as update_cases
 from tests.kernels.cases import compact_pages as compact_cases
+from tests.kernels.cases import expert_choice as expert_choice_cases
+from tests.kernels.cases import expert_product as expert_product_cases
 from tests.kernels.cases import gated_product as gated_cases
 from tests.kernels.cases import group_means as means_cases
 from tests.kernels.cases import int4_scores as int4_cases
@@ -175,6 +179,17 @@ def multiplied_in_threads(_: Any, inputs: Any) -> Any:
 
 def multiplied_row(_: Any, inputs: Any) -> Any:
     return jax.jit(partial(skinny_product, implementation="triton"))(*inputs)
+
+
+def by_experts(case: Any, inputs: Any) -> Any:
+    dtype = "float32" if case.weighted else None
+    options = {"gated": case.gated, "dtype": dtype, "implementation": "triton"}
+    return jax.jit(partial(expert_product, **options))(*inputs)
+
+
+def experts_chosen(case: Any, inputs: Any) -> Any:
+    options = {"normalized": case.normalized, "implementation": "triton"}
+    return jax.jit(partial(expert_choice, k=case.k, **options))(*inputs)
 
 
 def multiplied_norm(_: Any, inputs: Any) -> Any:
@@ -462,6 +477,17 @@ OPS = {
     ),
     "skinny_product": Op(
         multiplied_row, named(skinny_cases.CASES, "one_row bias rows_left_over odd_sizes narrow")
+    ),
+    "expert_product": Op(
+        by_experts,
+        named(
+            expert_product_cases.CASES,
+            "one_row down few_rows few_down same_experts absent one_expert many_rows many_down "
+            "many_alike",
+        ),
+    ),
+    "expert_choice": Op(
+        experts_chosen, named(expert_choice_cases.CASES, "few shares qwen3 equal all loud")
     ),
     "norm_product": Op(
         multiplied_norm,

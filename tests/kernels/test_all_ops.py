@@ -13,6 +13,8 @@ from jsparse.pallas_kernels.bounds_append import bounds_append
 from jsparse.pallas_kernels.centroid_scores import centroid_scores
 from jsparse.pallas_kernels.centroid_update import centroid_update
 from jsparse.pallas_kernels.compact_pages import compact_pages
+from jsparse.pallas_kernels.expert_choice import expert_choice
+from jsparse.pallas_kernels.expert_product import expert_product
 from jsparse.pallas_kernels.gated_product import gated_product
 from jsparse.pallas_kernels.group_means import group_means
 from jsparse.pallas_kernels.int4_append import int4_append
@@ -62,6 +64,8 @@ def calls():
         centroid_scores: (first("centroid_scores"), {}),
         centroid_update: (first("centroid_update"), {"normalise": True}),
         compact_pages: (first("compact_pages")[:2], {}),
+        expert_choice: (first("expert_choice"), {"k": 4, "normalized": True}),
+        expert_product: (first("expert_product", 1), {}),
         gated_product: (first("gated_product"), {}),
         group_means: (first("group_means"), {"max_groups": 100}),
         int4_append: ((keys, layer, new, counts, slots), {}),
