@@ -10,8 +10,9 @@ step, fed back on the device, by the session's own loop. Contenders, each in its
 
 A policy's state is that after a prompt that filled the cache. path.py:function names one of your
 own. replayed(…) around an expression replays counts of bench/results/twilight_trace. --shape
-selects another model's shape for our steps: SmolLM2's, Qwen2.5 1.5B's or Llama 3.1 70B's. --weights
-q8_0 stores matrices as 8-bit blocks, q4_k_m in llama.cpp's mixture of 4 and 6 bits;
+selects another model's shape for our steps: SmolLM2's, Qwen2.5 1.5B's, Llama 3.1 70B's or Qwen3
+30B-A3B's, whose floor counts as many of its experts as evenly random choices of all rows have.
+--weights q8_0 stores matrices as 8-bit blocks, q4_k_m in llama.cpp's mixture of 4 and 6 bits;
 --kv-cache-dtype int8 stores K and V as 8-bit integers. --ranks
 spreads the model over that number of GPUs; bytes are then per GPU. --profile adds a table of a
 step's kernels on the first GPU, from two programs under jax's profiler after all timings: name
@@ -45,13 +46,14 @@ from bench.lib.llama_8b import (
     boundary_constants,
     huggingface_model,
 )
-from bench.lib.shapes import QWEN_1_5B, SMOLLM2
+from bench.lib.shapes import QWEN3_30B_A3B, QWEN_1_5B, SMOLLM2
 from bench.lib.subprocesses import run_child, spread, write_report
 
 CONTENDERS = ("jsparse", "hf-eager", "hf-compile", "hf-cudagraphs")
 # programs without timing; steps per timing, in programs of any size; timings
 WARM_UP, STEPS, RUNS = 5, 104, 5
 SHAPES = {"8b": LLAMA_8B, "70b": LLAMA_70B, "1.5b": QWEN_1_5B, "135m": SMOLLM2}
+SHAPES["qwen3-30b-a3b"] = QWEN3_30B_A3B
 PROFILED = 2  # programs under the profiler
 HF_STEPS = {"hf-eager": 4, "hf-compile": 20, "hf-cudagraphs": 20}
 
@@ -136,7 +138,7 @@ def jsparse_step(
         "seconds": spread(times),
         "warm_up": warm_up,
         "compile_seconds": compiled,
-        "weight_bytes": nbytes(arrays) // ranks,
+        "weight_bytes": int(nbytes(arrays) - unread_bytes(params, batch)) // ranks,
         "embedding_bytes": 0 if config.tie_word_embeddings else embedding // ranks,
         "cache_bytes": spec.nbytes,
         "attended_fraction": float(shares.attended.mean()),
@@ -172,6 +174,16 @@ def nbytes(arrays: Any) -> int:
     import jax
 
     return sum(leaf.nbytes for leaf in jax.tree.leaves(arrays))
+
+
+def unread_bytes(params: Any, rows: int) -> float:
+    """Returns the bytes of the experts that no row is expected to have in a step."""
+    if (experts := params.config.experts) is None:
+        return 0
+    layers = params.weights["params"]
+    names = [f"layers_{i}" for i in range(params.config.num_layers)]
+    of_experts = nbytes([layers[name]["mlp"]["experts"] for name in names])
+    return of_experts * (1 - experts.chosen / experts.number) ** rows
 
 
 def huggingface_step(batch: int, context: int, mode: str) -> dict[str, Any]:

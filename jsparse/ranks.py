@@ -8,7 +8,8 @@ combine the ranks' values; on a single device they return their argument.
 from typing import Literal
 
 import jax
-from jaxtyping import Array, Shaped
+import jax.numpy as jnp
+from jaxtyping import Array, Int32, Shaped
 
 AXIS = "ranks"
 
@@ -16,6 +17,11 @@ AXIS = "ranks"
 def count() -> int:
     """Returns the number of ranks that the program being traced runs on."""
     return jax.lax.axis_size(AXIS) if _spread() else 1
+
+
+def rank() -> Int32[Array, ""]:
+    """Returns the number of this rank, from 0."""
+    return jax.lax.axis_index(AXIS) if _spread() else jnp.int32(0)
 
 
 def across(x: Shaped[Array, "..."], how: Literal["sum", "mean", "max"]) -> Shaped[Array, "..."]:

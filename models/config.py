@@ -81,11 +81,65 @@ class LinearRope:
 
 
 @dataclass(frozen=True)
+class Experts:
+    """The experts in place of each layer's MLP, of which a router chooses some for each token.
+
+    Attributes:
+        number: E, the number of experts.
+        chosen: the number of experts of each token.
+        intermediate_size: the intermediate size of an expert.
+        normalized: whether the weights of a token's experts are divided by their sum.
+        shared_size: the intermediate size of an expert that all tokens have in addition, behind a
+            gate of its own; 0: there is none.
+        ranks: the number of ranks among which experts are divided (jsparse.ranks).
+    """
+
+    number: int
+    chosen: int
+    intermediate_size: int
+    normalized: bool
+    shared_size: int = 0
+    ranks: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("number", "chosen", "intermediate_size", "shared_size"):
+            value, least = getattr(self, name), int(name != "shared_size")
+            if type(value) is not int or value < least:
+                raise ValueError(
+                    f"experts.{name}={value!r}: must be an integer of at least {least}"
+                )
+        if self.number > MAX_EXPERTS:
+            raise ValueError(f"experts.number={self.number}: must be at most {MAX_EXPERTS}")
+        if self.chosen > self.number:
+            raise ValueError(
+                f"experts.chosen={self.chosen}: must be at most experts.number={self.number}"
+            )
+
+    @property
+    def own(self) -> int:
+        """The number of experts on each rank."""
+        return self.number // self.ranks
+
+    def of_rank(self, ranks: int) -> "Experts":
+        """Returns the sizes of each of several ranks; raises ValueError if they do not divide."""
+        for name in ("number", "shared_size"):
+            if getattr(self, name) % ranks:
+                raise ValueError(
+                    f"tensor_parallel_size={ranks}: must divide the model's experts.{name}="
+                    f"{getattr(self, name)}"
+                )
+        return replace(self, shared_size=self.shared_size // ranks, ranks=ranks)
+
+
+MAX_EXPERTS = 2**14
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """The sizes and switches of one decoder.
 
     Attributes:
-        family: "llama", "mistral", "qwen2" or "qwen3", which selects the name maps for loading.
+        family: a name of jsparse.models.families, which selects the name maps for loading.
         max_position_embeddings: the maximum context length; with YaRN at least the context that it
             scales to.
         rope_factors: a divisor per rotary frequency (H/2 of them), by which GGUF files store Llama
@@ -94,6 +148,8 @@ class ModelConfig:
         qk_norm: whether queries and keys are RMS-normalised per head before RoPE (Qwen3).
         windows: the number of newest tokens that each layer attends to, the query's own included;
             None: all of them. Empty if no layer has a window.
+        experts: the experts in place of each layer's MLP, whose `intermediate_size` is then unused;
+            None: there are none.
     """
 
     family: str
@@ -113,12 +169,15 @@ class ModelConfig:
     qkv_bias: bool = False
     qk_norm: bool = False
     windows: tuple[int | None, ...] = ()
+    experts: Experts | None = None
 
     @property
     def layer_weights(self) -> int:
-        """The number of weights in the matrices of a layer."""
-        heads = 2 * (self.num_heads + self.num_kv_heads)
-        return self.hidden_size * (heads * self.head_dim + 3 * self.intermediate_size)
+        """The number of weights in the matrices of a layer that a token is multiplied with."""
+        heads, ffn = 2 * (self.num_heads + self.num_kv_heads), self.intermediate_size
+        if (e := self.experts) is not None:
+            ffn = e.chosen * e.intermediate_size + e.shared_size
+        return self.hidden_size * (heads * self.head_dim + 3 * ffn)
 
     def __post_init__(self) -> None:
         for name in _SIZES:
@@ -167,7 +226,8 @@ class ModelConfig:
 
     def of_rank(self, ranks: int) -> "ModelConfig":
         """Returns the sizes of each of several ranks; raises ValueError if they do not divide."""
-        for name in ("num_kv_heads", "intermediate_size"):
+        divided = ("num_kv_heads",) if self.experts else ("num_kv_heads", "intermediate_size")
+        for name in divided:
             if getattr(self, name) % ranks:
                 raise ValueError(
                     f"tensor_parallel_size={ranks}: must divide the model's "
@@ -177,7 +237,8 @@ class ModelConfig:
             self,
             num_heads=self.num_heads // ranks,
             num_kv_heads=self.num_kv_heads // ranks,
-            intermediate_size=self.intermediate_size // ranks,
+            intermediate_size=max(self.intermediate_size // ranks, 1),
+            experts=None if self.experts is None else self.experts.of_rank(ranks),
         )
 
     def vocab_parts(self, ranks: int) -> int:

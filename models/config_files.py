@@ -2,12 +2,12 @@
 
 import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from jsparse.models.config import ModelConfig
-from jsparse.models.families import FAMILIES, Family
+from jsparse.models.config import Experts, ModelConfig
+from jsparse.models.families import FAMILIES, GGUF_FAMILIES, Family
 from jsparse.models.gguf import GGUFFile
 from jsparse.models.hub import is_gguf, locate
 from jsparse.models.rope_scaling import rope_from_saved
@@ -56,9 +56,8 @@ def folder_config(folder: Path) -> tuple[ModelConfig, bool]:
 
 def gguf_config(store: GGUFFile) -> ModelConfig:
     """Returns a GGUF file's config, including RoPE factors stored as a tensor."""
-    family = family_of(
-        store.metadata.get("general.architecture"), f"{store.path}: general.architecture"
-    )
+    stated = store.metadata.get("general.architecture")
+    family = family_of(stated, f"{store.path}: general.architecture", GGUF_FAMILIES)
     config = checked_config(
         store.path, lambda: family.config_from_gguf(store.metadata, store.shapes)
     )
@@ -68,11 +67,11 @@ def gguf_config(store: GGUFFile) -> ModelConfig:
     return checked_config(store.path, lambda: dataclasses.replace(config, rope_factors=factors))
 
 
-def family_of(name: Any, field: str) -> Family:
+def family_of(name: Any, field: str, families: Mapping[str, Family] = FAMILIES) -> Family:
     """Returns the family of this name; otherwise raises a ValueError that names the field."""
-    if not isinstance(name, str) or name not in FAMILIES:
-        raise ValueError(f"{field} is {name!r}: must be one of {list(FAMILIES)}")
-    return FAMILIES[name]
+    if not isinstance(name, str) or name not in families:
+        raise ValueError(f"{field} is {name!r}: must be one of {list(families)}")
+    return families[name]
 
 
 def checked_config(source: Path | str, make: Callable[[], ModelConfig]) -> ModelConfig:
@@ -92,5 +91,7 @@ def _config_from_saved(fields: dict[str, Any]) -> ModelConfig:
         fields = fields | {
             "rope_factors": tuple(float(factor) for factor in fields["rope_factors"])
         }
+    if fields.get("experts") is not None:
+        fields = fields | {"experts": Experts(**fields["experts"])}
     fields = fields | {"windows": tuple(fields.get("windows", ()))}
     return ModelConfig(**{name: value for name, value in fields.items() if name != "weights"})

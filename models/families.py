@@ -5,9 +5,10 @@ checkpoint's tensors for it, in the order in which they are joined.
 """
 
 from collections.abc import Collection, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from jsparse.models.config import ModelConfig, refuse, require, whole_field
+from jsparse.models.expert_fields import experts_from_gguf, experts_from_hf
 from jsparse.models.quantization_config import scheme_of
 from jsparse.models.rope_scaling import rope_from_gguf, rope_from_hf
 from jsparse.models.sliding_windows import Windows, refuse_gguf_window, windows_from_hf
@@ -19,14 +20,15 @@ class Family(NamedTuple):
     """One model family.
 
     Attributes:
-        name: config.json's `model_type`, and GGUF's `general.architecture` unless GGUF files state
-            another family's.
+        name: config.json's `model_type`.
         hf_names, gguf_names: the tensor names per weight; those of a tied lm_head or an absent bias
             are unused.
         switches: the ModelConfig fields with the same value in all its models.
         without, required: fields that config.json must not set, and additional fields that it must
             have.
         windows: whether config.json's sliding window applies.
+        experts: whether layers have experts, and beside them a shared one; None: an MLP.
+        gguf_name: GGUF's `general.architecture`; None: `name`.
         gguf_interleaved: whether GGUF orders the rows of q and k for a rotation of neighbours.
     """
 
@@ -37,6 +39,8 @@ class Family(NamedTuple):
     without: tuple[str, ...] = ()
     required: tuple[str, ...] = ()
     windows: Windows = "never"
+    experts: Literal["chosen", "shared"] | None = None
+    gguf_name: str | None = None
     gguf_interleaved: bool = False
 
     def config_from_hf(self, config: dict[str, Any]) -> ModelConfig:
@@ -45,12 +49,19 @@ class Family(NamedTuple):
         for field in self.required:
             require(config, field)
         windows, sizes = windows_from_hf(config, self.windows), sizes_from_hf(config)
+        if self.experts:
+            sizes["experts"] = experts_from_hf(config, shared=self.experts == "shared")
         return ModelConfig(family=self.name, windows=windows, **self.switches, **sizes)
 
     def config_from_gguf(
         self, metadata: Mapping[str, Any], tensor_names: Collection[str]
     ) -> ModelConfig:
-        sizes = sizes_from_gguf(metadata, tensor_names)
+        fields = gguf_fields(metadata)
+        sizes = sizes_from_gguf(fields, tensor_names)
+        if self.experts:
+            sizes["experts"] = experts_from_gguf(fields, shared=self.experts == "shared")
+        else:
+            refuse(fields, "expert_count", (0,))
         return ModelConfig(family=self.name, **self.switches, **sizes)
 
 
@@ -84,8 +95,54 @@ GGUF_NAMES: Names = {
 }
 
 
+_MLP = "model.layers.{i}.mlp"
+HF_EXPERTS: Names = {
+    "layers_{i}/mlp/router/rows": (f"{_MLP}.gate.weight",),
+    "layers_{i}/mlp/experts/gate_up": tuple(
+        f"{_MLP}.experts.{{e}}.{which}_proj.weight" for which in ("gate", "up")
+    ),
+    "layers_{i}/mlp/experts/down": (f"{_MLP}.experts.{{e}}.down_proj.weight",),
+    "layers_{i}/mlp/shared/gate_up/kernel": tuple(
+        f"{_MLP}.shared_expert.{which}_proj.weight" for which in ("gate", "up")
+    ),
+    "layers_{i}/mlp/shared/down/kernel": (f"{_MLP}.shared_expert.down_proj.weight",),
+    "layers_{i}/mlp/shared/gate/rows": (f"{_MLP}.shared_expert_gate.weight",),
+}
+
+MEMORY_EXPERTS: Names = {
+    "layers_{i}/mlp/experts/gate_up": (f"{_MLP}.experts.gate_up_proj",),
+    "layers_{i}/mlp/experts/down": (f"{_MLP}.experts.down_proj",),
+}
+"""The names of a model in memory since transformers 5, which joins the experts' tensors."""
+
+GGUF_EXPERTS: Names = {
+    "layers_{i}/mlp/router/rows": ("blk.{i}.ffn_gate_inp.weight",),
+    "layers_{i}/mlp/experts/gate_up": (
+        "blk.{i}.ffn_gate_exps.weight",
+        "blk.{i}.ffn_up_exps.weight",
+    ),
+    "layers_{i}/mlp/experts/down": ("blk.{i}.ffn_down_exps.weight",),
+    "layers_{i}/mlp/shared/gate_up/kernel": (
+        "blk.{i}.ffn_gate_shexp.weight",
+        "blk.{i}.ffn_up_shexp.weight",
+    ),
+    "layers_{i}/mlp/shared/down/kernel": ("blk.{i}.ffn_down_shexp.weight",),
+    "layers_{i}/mlp/shared/gate/rows": ("blk.{i}.ffn_gate_inp_shexp.weight",),
+}
+
 _BIAS = "layers_{i}/attention/qkv/bias"
 _Q_NORM, _K_NORM = "layers_{i}/attention/q_norm/scale", "layers_{i}/attention/k_norm/scale"
+_WITH_BIAS = (
+    {_BIAS: tuple(f"model.layers.{{i}}.self_attn.{p}_proj.bias" for p in "qkv")},
+    {_BIAS: tuple(f"blk.{{i}}.attn_{p}.bias" for p in "qkv")},
+)
+_WITH_NORMS = (
+    {
+        _Q_NORM: ("model.layers.{i}.self_attn.q_norm.weight",),
+        _K_NORM: ("model.layers.{i}.self_attn.k_norm.weight",),
+    },
+    {_Q_NORM: ("blk.{i}.attn_q_norm.weight",), _K_NORM: ("blk.{i}.attn_k_norm.weight",)},
+)
 _FAMILIES = (
     # Llama 2 and 3.x and models of the same architecture (SmolLM2)
     Family(
@@ -100,29 +157,44 @@ _FAMILIES = (
     # Qwen2 and Qwen2.5
     Family(
         "qwen2",
-        HF_NAMES | {_BIAS: tuple(f"model.layers.{{i}}.self_attn.{p}_proj.bias" for p in "qkv")},
-        GGUF_NAMES | {_BIAS: tuple(f"blk.{{i}}.attn_{p}.bias" for p in "qkv")},
+        HF_NAMES | _WITH_BIAS[0],
+        GGUF_NAMES | _WITH_BIAS[1],
         switches={"qkv_bias": True},
         windows="switched",
     ),
     # its head_dim does not follow from hidden_size
     Family(
         "qwen3",
-        HF_NAMES
-        | {
-            _Q_NORM: ("model.layers.{i}.self_attn.q_norm.weight",),
-            _K_NORM: ("model.layers.{i}.self_attn.k_norm.weight",),
-        },
-        GGUF_NAMES
-        | {_Q_NORM: ("blk.{i}.attn_q_norm.weight",), _K_NORM: ("blk.{i}.attn_k_norm.weight",)},
+        HF_NAMES | _WITH_NORMS[0],
+        GGUF_NAMES | _WITH_NORMS[1],
         switches={"qk_norm": True},
         without=("attention_bias",),
         required=("head_dim",),
         windows="switched",
     ),
+    Family(
+        "qwen2_moe",
+        HF_NAMES | _WITH_BIAS[0] | HF_EXPERTS,
+        GGUF_NAMES | _WITH_BIAS[1] | GGUF_EXPERTS,
+        switches={"qkv_bias": True},
+        experts="shared",
+        gguf_name="qwen2moe",
+    ),
+    Family(
+        "qwen3_moe",
+        HF_NAMES | _WITH_NORMS[0] | HF_EXPERTS,
+        GGUF_NAMES | _WITH_NORMS[1] | GGUF_EXPERTS,
+        switches={"qk_norm": True},
+        without=("attention_bias",),
+        required=("head_dim",),
+        experts="chosen",
+        gguf_name="qwen3moe",
+    ),
 )
 FAMILIES = {family.name: family for family in _FAMILIES}
 """The supported families, by name."""
+GGUF_FAMILIES = {family.gguf_name or family.name: family for family in _FAMILIES}
+"""The same, by GGUF's `general.architecture`."""
 
 
 def sizes_from_hf(config: dict[str, Any]) -> dict[str, Any]:
@@ -147,22 +219,26 @@ def sizes_from_hf(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def sizes_from_gguf(metadata: Mapping[str, Any], tensor_names: Collection[str]) -> dict[str, Any]:
-    """Returns the fields common to all GGUF metadata, under ModelConfig's names.
-
-    The embedding is tied if there is no tensor `output.weight`.
-    """
+def gguf_fields(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the metadata of the model's architecture, without its prefix."""
     prefix = f"{metadata['general.architecture']}."
     fields = {
         key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)
     }
-    refuse(fields, "expert_count", (0,))
+    fields.setdefault("vocab_size", len(metadata.get("tokenizer.ggml.tokens", ())) or None)
+    return fields
+
+
+def sizes_from_gguf(fields: dict[str, Any], tensor_names: Collection[str]) -> dict[str, Any]:
+    """Returns the fields common to all GGUF files, under ModelConfig's names.
+
+    The embedding is tied if there is no tensor `output.weight`.
+    """
     refuse_gguf_window(fields)
     hidden, heads = require(fields, "embedding_length"), require(fields, "attention.head_count")
     head_dim = fields.get("attention.key_length") or hidden // heads
     refuse(fields, "attention.value_length", (head_dim,))
     refuse(fields, "rope.dimension_count", (head_dim,))
-    fields.setdefault("vocab_size", len(metadata.get("tokenizer.ggml.tokens", ())) or None)
     return {
         "vocab_size": require(fields, "vocab_size"),
         "hidden_size": hidden,

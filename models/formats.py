@@ -231,7 +231,7 @@ def _check_tensors(weights: list[Weight], store: TensorStore) -> None:
             f"{store.path} lacks {_some(missing)}: the config asks for {len(shapes)} tensors"
         )
     for name, shape in shapes.items():
-        if store.shapes[name] != shape:
+        if _squeezed(store.shapes[name]) != _squeezed(shape):
             raise ValueError(
                 f"{store.path}: {name} has shape {store.shapes[name]}: the config asks for {shape}"
             )
@@ -244,6 +244,11 @@ def _check_tensors(weights: list[Weight], store: TensorStore) -> None:
         if not name.endswith(".bias") or store.read(name).any()
     }:
         raise ValueError(f"{store.path} holds {_some(extra)}, which this model has no place for")
+
+
+def _squeezed(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns a shape without axes of size 1, which GGUF files leave off."""
+    return tuple(size for size in shape if size != 1)
 
 
 def _some(names: Collection[str]) -> str:

@@ -71,6 +71,8 @@ class Spreading:
         ends = _ends(self._whole, ranks, names)
         if ends is None:
             return [whole] * ranks
+        if "experts" in names:
+            return jnp.split(whole, ranks)
         # codes of blocks are [out, in], all others [in, out]
         summed, out = (1, 0) if names[-1] in ("values", "high") else (0, -1)
         if "o" in names or "down" in names:
@@ -89,6 +91,10 @@ def _ends(config: ModelConfig, ranks: int, names: list[str]) -> list[int] | None
     if "qkv" in names:
         q, kv = (heads * config.head_dim for heads in (config.num_heads, config.num_kv_heads))
         return [q, q + kv]
+    if "experts" in names:
+        return []
+    if "gate_up" in names and config.experts is not None:  # of the shared one
+        return [config.experts.shared_size]
     if "gate_up" in names:
         return [config.intermediate_size]
     divided = "lm_head" in names and config.vocab_parts(ranks) > 1

@@ -1,6 +1,7 @@
 """The decoder of all model families, which differ only in its configuration.
 
-The families are Llama 2/3.x, SmolLM2, Qwen2/2.5 and Qwen3. The caller passes attention as a
+The families are Llama 2/3.x, SmolLM2, Mistral, Qwen2/2.5, Qwen3 and the mixtures of experts
+Qwen2-MoE and Qwen3-MoE. The caller passes attention as a
 callable: `attend(layer, q, k, v) -> o`. Prefill, decoding and a plain dense pass are three such
 callables, so the decoder depends neither on the cache nor on how much of it is read. A caller that
 fuses the rotation of q and k with other work also passes `rotate(layer, heads) -> q, k, v`.
@@ -22,6 +23,7 @@ from jaxtyping import Array, Float, Float32, Int
 from jsparse import ranks
 from jsparse.heads import Heads, RopeTable
 from jsparse.models.config import ModelConfig
+from jsparse.models.experts import ExpertsMLP
 from jsparse.models.layers import (
     MLP,
     Scale,
@@ -100,7 +102,10 @@ class Block(nn.Module):
         c = self.config
         norm = partial(Scale, c.hidden_size, x.dtype)
         attention = Attention(c, self.layer, name="attention")
-        mlp = MLP(c.intermediate_size, c.rms_norm_eps, name="mlp")
+        if c.experts is None:
+            mlp = MLP(c.intermediate_size, c.rms_norm_eps, name="mlp")
+        else:
+            mlp = ExpertsMLP(c.experts, c.rms_norm_eps, name="mlp")
         x, delta = attention(x, delta, norm(name="attention_norm")(), table, attend, rotate)
         return mlp(x, delta, norm(name="mlp_norm")())
 

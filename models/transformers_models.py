@@ -15,6 +15,7 @@ from jsparse.machine.extras import install
 from jsparse.machine.jax_settings import own_settings
 from jsparse.models.checkpoint import Params, parse_dtype
 from jsparse.models.config_files import checked_config, family_of
+from jsparse.models.families import MEMORY_EXPERTS
 from jsparse.models.formats import LoadOptions, read_store, with_own_head
 from jsparse.models.generation_config import resolve_settings
 from jsparse.models.tokenizer import as_tokenizer
@@ -39,8 +40,8 @@ def from_transformers(
     may be trained further or deleted.
 
     Args:
-        model: a LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM or Qwen3ForCausalLM, on
-            any device.
+        model: a LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM,
+            Qwen2MoeForCausalLM or Qwen3MoeForCausalLM, on any device.
         tokenizer: a fast transformers tokenizer, a jsparse one, or None; inputs must then be token
             ids.
         dtype: "float32", "bfloat16" or "float16"; None: bfloat16 on a GPU and float32 elsewhere.
@@ -63,7 +64,9 @@ def from_transformers(
     options = LoadOptions(weights_dtype, option, on_progress=on_progress)
     store = StateDict(model)
     config = with_own_head(config, family, store)
-    made = read_store(store, config, family.hf_names, options)
+    joined = any(name.endswith(".mlp.experts.gate_up_proj") for name in store.shapes)
+    names = family.hf_names | (MEMORY_EXPERTS if joined else {})
+    made = read_store(store, config, names, options)
     name = getattr(model, "name_or_path", "") or type(model).__name__
     return Params(made, config, tokenizer, defaults, name)
 

@@ -18,6 +18,7 @@ from jsparse.pallas_kernels.weight_blocks import FORMS, Form, no_kernel
 
 WEIGHTS = ("auto", "q8_0", "plain", "bf16")
 _FLOATS = {"float32", "bfloat16", "float16"}
+NO_EXPERTS = "holds experts, which are not stored in blocks: must be 'auto' or 'plain'"
 
 
 class Planned(NamedTuple):
@@ -90,6 +91,11 @@ def plan_weight(
 ) -> Planned:
     """Plans one weight; one `saved` in blocks stays in blocks on any device."""
     found = Planned(weight, kinds, stored, None)
+    if weight.experts:
+        if option == "q8_0":
+            raise ValueError(f"weights='q8_0': {weight.path} {NO_EXPERTS}")
+        quantised = set(kinds) - _FLOATS
+        return found._replace(reason="no kernel reads experts in blocks" if quantised else "")
     if not weight.is_matrix or option == "plain":
         return found
     width = weight.joined_shape[-1]

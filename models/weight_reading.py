@@ -67,7 +67,7 @@ def read_weights(
                 on_progress(done, total)
         # Wait, so that the host does not run ahead of the copies with many tensors in memory.
         if each.form is None:
-            whole = _join(tuple(parts), each.weight.transposed, dtype)
+            whole = _join(tuple(parts), each.weight.transposed, dtype, each.weight.experts)
         else:
             whole = _join_blocks(parts, each.form)
         whole = jax.block_until_ready(whole)
@@ -127,7 +127,8 @@ def _numbers(matrix: Blocks, dtype: Any) -> jax.Array:
 def _read(source: TensorSource, store: TensorStore, *, in_blocks: bool) -> Any:
     stored = store.blocks(source.name) if in_blocks else None
     if stored is None:
-        return jax.device_put(_in_order(source, store.read(source.name)))
+        tensor = store.read(source.name).reshape(source.shape)
+        return jax.device_put(_in_order(source, tensor))
     arrays = {name: _in_order(source, array) for name, array in stored.arrays.items()}
     return stored.convert(jax.device_put(arrays))
 
@@ -146,7 +147,12 @@ def _join_blocks(parts: Sequence[Any], form: Form) -> Blocks:
     return joined(tuple(made), form) if len(made) > 1 else made[0]
 
 
-@partial(jax.jit, static_argnames=("transposed", "dtype"))
-def _join(parts: tuple[jax.Array, ...], transposed: bool, dtype: Any) -> jax.Array:
+@partial(jax.jit, static_argnames=("transposed", "dtype", "experts"))
+def _join(
+    parts: tuple[jax.Array, ...], transposed: bool, dtype: Any, experts: int = 0
+) -> jax.Array:
+    if experts:
+        whole = jnp.concatenate(parts, axis=-2)
+        return whole.reshape(experts, -1, whole.shape[-1]).swapaxes(1, 2).astype(dtype)
     whole = jnp.concatenate(parts)
     return (whole.T if transposed else whole).astype(dtype)

@@ -4,6 +4,7 @@ Checkpoints store a linear map as [out, in] and q, k, v (gate, up) separately. T
 these joined and, except for matrices in blocks, as [in, out].
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -72,10 +73,15 @@ class TensorSource(NamedTuple):
 
 
 class Weight(NamedTuple):
-    """One array of the tree by its path below "params", and tensors joined along the first axis."""
+    """One array of the tree by its path below "params", and tensors joined along the first axis.
+
+    If `experts` > 0, it holds their matrices [E, in, out]. Sources are [out, in], ordered by
+    expert, or [E, out, in].
+    """
 
     path: str
     sources: tuple[TensorSource, ...]
+    experts: int = 0
 
     @property
     def is_matrix(self) -> bool:
@@ -90,6 +96,9 @@ class Weight(NamedTuple):
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of its numbers in the tree, unless it is in blocks."""
+        if self.experts:
+            rows = sum(math.prod(source.shape[:-1]) for source in self.sources)
+            return (self.experts, self.sources[0].shape[-1], rows // self.experts)
         return self.joined_shape[::-1] if self.transposed else self.joined_shape
 
     @property
@@ -126,9 +135,28 @@ def list_weights(
         heads = (config.num_heads, config.num_kv_heads, 0) if is_interleaved else (0,) * len(shapes)
         for i in range(config.num_layers if "{i}" in template else 1):
             source_names = (name.format(i=i) for name in names[template])
-            weights.append(
-                Weight(template.format(i=i), tuple(map(TensorSource, source_names, shapes, heads)))
-            )
+            sources = tuple(map(TensorSource, source_names, shapes, heads))
+            weights.append(Weight(template.format(i=i), sources))
+    return weights + _expert_weights(config, names)
+
+
+def _expert_weights(c: ModelConfig, names: Names) -> list[Weight]:
+    """Lists the matrices of experts, of which a file has one tensor per expert, or one for all."""
+    if c.experts is None:
+        return []
+    d, f, number, weights = c.hidden_size, c.experts.intermediate_size, c.experts.own, []
+    for kind, rows, width in (("gate_up", 2 * f, d), ("down", d, f)):
+        path = f"layers_{{i}}/mlp/experts/{kind}"
+        shape = rows // len(names[path]), width
+        for i in range(c.num_layers):
+            sources = []
+            if "{e}" in names[path][0]:
+                for e in range(number):
+                    sources += [TensorSource(n.format(i=i, e=e), shape, 0) for n in names[path]]
+            else:
+                whole = (number, *shape)
+                sources += [TensorSource(n.format(i=i), whole, 0) for n in names[path]]
+            weights.append(Weight(path.format(i=i), tuple(sources), number))
     return weights
 
 
@@ -149,9 +177,20 @@ def _tensor_shapes(c: ModelConfig) -> dict[str, tuple[tuple[int, ...], ...]]:
         "layers_{i}/attention/qkv/kernel": ((q, d), (kv, d), (kv, d)),
         "layers_{i}/attention/o/kernel": ((d, q),),
         "layers_{i}/mlp_norm/scale": ((d,),),
-        "layers_{i}/mlp/gate_up/kernel": ((f, d), (f, d)),
-        "layers_{i}/mlp/down/kernel": ((d, f),),
     }
+    if c.experts is None:
+        shapes |= {
+            "layers_{i}/mlp/gate_up/kernel": ((f, d), (f, d)),
+            "layers_{i}/mlp/down/kernel": ((d, f),),
+        }
+    else:
+        shapes["layers_{i}/mlp/router/rows"] = ((c.experts.number, d),)
+        if own := c.experts.shared_size:
+            shapes |= {
+                "layers_{i}/mlp/shared/gate_up/kernel": ((own, d), (own, d)),
+                "layers_{i}/mlp/shared/down/kernel": ((d, own),),
+                "layers_{i}/mlp/shared/gate/rows": ((1, d),),
+            }
     if c.qkv_bias:
         shapes["layers_{i}/attention/qkv/bias"] = ((q,), (kv,), (kv,))
     if c.qk_norm:

@@ -1,6 +1,6 @@
 """Shapes of small models, for benchmarks with random weights."""
 
-from jsparse.models.config import ModelConfig
+from jsparse.models.config import Experts, ModelConfig
 
 SMOLLM2 = ModelConfig(
     family="llama",
@@ -28,4 +28,19 @@ QWEN_1_5B = ModelConfig(
     rope_theta=1e6,
     qkv_bias=True,
     tie_word_embeddings=True,
+)
+QWEN3_30B_A3B = ModelConfig(
+    family="qwen3_moe",
+    vocab_size=151936,
+    hidden_size=2048,
+    intermediate_size=6144,
+    num_layers=48,
+    num_heads=32,
+    num_kv_heads=4,
+    head_dim=128,
+    max_position_embeddings=40960,
+    rms_norm_eps=1e-6,
+    rope_theta=1e6,
+    qk_norm=True,
+    experts=Experts(number=128, chosen=8, intermediate_size=768, normalized=True),
 )

@@ -12,12 +12,12 @@ def rows(info: dict[str, Any]) -> list[tuple[str, str]]:
     extras = [
         name for name, on in (("q, k, v biases", c["qkv_bias"]), ("q, k norms", c["qk_norm"])) if on
     ]
-    short = info["weight_bytes"]["bfloat16"]
+    short, in_blocks = info["weight_bytes"]["bfloat16"], info["weight_bytes"].get("q8_0")
     return [
         ("family", c["family"] + "".join(f", {extra}" for extra in extras)),
         ("layers", str(c["num_layers"])),
         ("heads", f"{c['num_heads']} query, {c['num_kv_heads']} KV, of {c['head_dim']} dimensions"),
-        ("hidden, ffn", f"{c['hidden_size']}, {c['intermediate_size']}"),
+        *_ffn(c),
         (
             "vocabulary",
             f"{c['vocab_size']}, "
@@ -26,11 +26,12 @@ def rows(info: dict[str, Any]) -> list[tuple[str, str]]:
         ),
         ("RoPE", _rope(c)),
         ("maximum context", f"{c['max_position_embeddings']} tokens"),
-        ("parameters", f"{info['parameters']:,}"),
+        ("parameters", _parameters(info)),
         (
             "weights",
             f"{memory.size(info['weight_bytes']['float32'])} in float32, {memory.size(short)} in "
-            f"bfloat16 and float16, {memory.size(info['weight_bytes']['q8_0'])} in q8_0",
+            "bfloat16 and float16"
+            + (f", {memory.size(in_blocks)} in q8_0" if in_blocks is not None else ""),
         ),
         *_formats(info),
         ("KV cache per token", f"{per_token} in {_of_cache(info)}"),
@@ -74,6 +75,21 @@ def _formats(info: dict[str, Any]) -> list[tuple[str, str]]:
         text += f" ({kind['reason']})" if kind["reason"] else ""
         rows.append(("" if rows else "loads", text))
     return rows
+
+
+def _ffn(c: dict[str, Any]) -> list[tuple[str, str]]:
+    """Returns the rows on the MLP's or the experts' sizes."""
+    if (e := c["experts"]) is None:
+        return [("hidden, ffn", f"{c['hidden_size']}, {c['intermediate_size']}")]
+    shared = f", and a shared one of {e['shared_size']}" if e["shared_size"] else ""
+    of_each = f"{e['number']} of ffn {e['intermediate_size']}, {e['chosen']} per token{shared}"
+    return [("hidden", str(c["hidden_size"])), ("experts", of_each)]
+
+
+def _parameters(info: dict[str, Any]) -> str:
+    """Returns the number of parameters, and of those that a token uses."""
+    whole, active = info["parameters"], info["active_parameters"]
+    return f"{whole:,}" + (f", {active:,} of them active per token" if active < whole else "")
 
 
 def _of_cache(info: dict[str, Any]) -> str:

@@ -10,6 +10,7 @@ from jsparse.cache import CacheSpec
 from jsparse.evaluation.weight_sizes import (
     ITEM_BYTES,
     assumed_weights,
+    num_active_parameters,
     num_parameters,
     own_weight_bytes,
     planned_weights,
@@ -93,10 +94,11 @@ def describe(
         "model": model,
         "config": dataclasses.asdict(config),
         "parameters": parameters,
+        "active_parameters": num_active_parameters(config),
         "devices": ranks,
         "device_weight_bytes": of_weights.device_bytes,
         "weight_bytes": {name: parameters * size for name, size in ITEM_BYTES.items()}
-        | {"q8_0": own_weight_bytes(config, 1, dtype, "q8_0")},
+        | ({} if config.experts else {"q8_0": own_weight_bytes(config, 1, dtype, "q8_0")}),
         "weight_formats": of_weights.formats,
         "dtype": dtype,
         "weights": option,

@@ -10,7 +10,7 @@ from jsparse.models.config import ModelConfig
 from jsparse.models.families import FAMILIES
 from jsparse.models.quantized import all_q8_0, name_of
 from jsparse.models.spreading import own_size
-from jsparse.models.weight_plan import Planned, forms_of, require_fit
+from jsparse.models.weight_plan import NO_EXPERTS, Planned, forms_of, require_fit
 from jsparse.models.weights import Weight, list_weights
 from jsparse.pallas_kernels.weight_blocks import FORMS, Form
 
@@ -42,7 +42,7 @@ def planned_weights(
     for each in planned:
         size = each.nbytes(dtype)
         device_bytes += own_size(config, ranks, each.weight.path, size)
-        if not each.weight.is_matrix:
+        if not (each.weight.is_matrix or each.weight.experts):
             continue
         stored = " and ".join(dict.fromkeys(each.kinds))
         kind = stored, dtype if each.form is None else name_of(each.form), each.reason
@@ -62,6 +62,8 @@ def assumed_weights(config: ModelConfig, ranks: int, dtype: str, option: str) ->
     if option != "q8_0":
         return LoadedWeights(size, (), [])
     names = FAMILIES[config.family].hf_names
+    if config.experts is not None:
+        raise ValueError(f"weights='q8_0': the model {NO_EXPERTS}")
     require_fit(list_weights(Path(), config.num_layers, config, names), all_q8_0, ranks)
     return LoadedWeights(size, (FORMS["q8_0"],), [])
 
@@ -74,6 +76,14 @@ def own_weight_bytes(config: ModelConfig, ranks: int, dtype: str, option: str) -
     vectors = num_parameters(config.of_rank(ranks), lambda weight: not weight.is_matrix)
     blocks = (count - vectors) // FORMS["q8_0"].group
     return vectors * ITEM_BYTES[dtype] + blocks * FORMS["q8_0"].nbytes(1, FORMS["q8_0"].group)
+
+
+def num_active_parameters(config: ModelConfig) -> int:
+    """Counts the values that a token is multiplied with: of experts, only those of its own."""
+    if (e := config.experts) is None:
+        return num_parameters(config)
+    of_experts = num_parameters(config, lambda weight: weight.experts > 0)
+    return num_parameters(config) - of_experts + of_experts * e.chosen // e.number
 
 
 def num_own_parameters(config: ModelConfig, ranks: int) -> int:

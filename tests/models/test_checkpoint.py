@@ -36,7 +36,17 @@ def assert_same(weights, expected):
     jax.tree.map(np.testing.assert_array_equal, weights, expected)
 
 
-@pytest.mark.parametrize(("family", "tied"), [("llama", False), ("qwen2", True), ("qwen3", False)])
+@pytest.mark.parametrize(
+    ("family", "tied"),
+    [
+        ("llama", False),
+        ("qwen2", True),
+        ("qwen3", False),
+        ("qwen2_moe", False),
+        pytest.param("mistral", True, marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", True, marks=pytest.mark.slow),
+    ],
+)
 def test_every_format_gives_the_same_weights(family, tied, tmp_path):
     config = hf_config(family, tie_word_embeddings=tied)
     tensors = hf_tensors(config)
@@ -51,7 +61,7 @@ def test_every_format_gives_the_same_weights(family, tied, tmp_path):
     assert_same(
         load(write_folder(tmp_path / "sharded", config, tensors, num_shards=3)).weights, expected
     )
-    assert_same(load(write_gguf(tmp_path / "model.gguf", config, tensors)).weights, expected)
+    assert_same(load(write_gguf(tmp_path / "m.gguf", config, tensors)).weights, expected)
     save(single, tmp_path / "saved")
     saved = load(tmp_path / "saved")
     assert_same(saved.weights, expected)

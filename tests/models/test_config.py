@@ -4,13 +4,17 @@ from dataclasses import replace
 
 import pytest
 
-from jsparse.models.config import LinearRope, Llama3Rope, ModelConfig, YarnRope
+from jsparse.models.config import Experts, LinearRope, Llama3Rope, ModelConfig, YarnRope
 from jsparse.models.families import FAMILIES
 from tests.support.writers import hf_config
 
 pytestmark = pytest.mark.pure
 
 LLAMA = FAMILIES["llama"]
+EXPERTS = {
+    "qwen2_moe": Experts(6, 2, 20, normalized=False, shared_size=28),
+    "qwen3_moe": Experts(6, 2, 20, normalized=True),
+}
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -34,8 +38,9 @@ def test_config_json_becomes_a_model_config():
             max_position_embeddings=128,
             rms_norm_eps=1e-5,
             rope_theta=5000.0,
-            qkv_bias=family == "qwen2",
-            qk_norm=family == "qwen3",
+            qkv_bias=family in ("qwen2", "qwen2_moe"),
+            qk_norm=family in ("qwen3", "qwen3_moe"),
+            experts=EXPERTS.get(family),
         ), family
 
 

@@ -21,6 +21,8 @@ SCALED = ("qwen2_yarn", "qwen3_yarn", "llama_linear")
 WINDOWED = ("mistral", "qwen2_windows")
 """Models with windows of 23 tokens in all layers, and in all but the first one."""
 
+EXPERTS = ("qwen2_moe", "qwen3_moe")
+
 SOME = ("llama3", "qwen2_untied", "qwen3_yarn")
 """Each family: tied weights or not, biases, norms of queries and keys, two rules of RoPE scaling.
 """
@@ -56,7 +58,9 @@ def logits_at(params, expected):
     return np.asarray(jsparse.logits(params, expected["tokens"]))[:, expected["positions"]]
 
 
-@pytest.mark.parametrize("name", slow_except(FOLDERS + SCALED + WINDOWED, *SOME, "qwen2_windows"))
+@pytest.mark.parametrize(
+    "name", slow_except(FOLDERS + SCALED + WINDOWED + EXPERTS, *SOME, "qwen2_windows", *EXPERTS)
+)
 def test_logits(name):
     expected = expected_of(name)
     assert worst(logits_at(model(name), expected), expected["logits"]) < RTOL
@@ -78,7 +82,7 @@ def test_gguf_equals_safetensors(name):
     assert worst(logits_at(file, expected), logits_at(folder, expected)) < 1e-5
 
 
-@pytest.mark.parametrize("name", ["llama3", *SCALED, *WINDOWED])
+@pytest.mark.parametrize("name", ["llama3", *SCALED, *WINDOWED, *EXPERTS])
 def test_older_config_style_is_the_same_model(name, tmp_path):
     folder = shutil.copytree(HF / name, tmp_path / name)
     newer = load(folder, dtype="float32").config
@@ -97,7 +101,7 @@ def test_greedy_text(name):
     assert out.token_ids == greedy
 
 
-@pytest.mark.parametrize("name", slow_except(("llama3", "qwen3_yarn"), "llama3"))
+@pytest.mark.parametrize("name", slow_except(("llama3", "qwen3_yarn", *EXPERTS), "llama3"))
 def test_decoding_gives_the_logits_of_one_pass(name):
     """Prefill and 20 decode steps reach the last cached position.
 

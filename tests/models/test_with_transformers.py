@@ -24,7 +24,7 @@ FIXTURES = Path(__file__).parents[1] / "fixtures"
 HF = FIXTURES / "hf"
 FOLDERS = (
     *("llama3", "qwen2", "qwen2_sharded", "qwen3", "qwen2_yarn", "qwen3_yarn", "llama_linear"),
-    *("mistral", "qwen2_windows"),
+    *("mistral", "qwen2_windows", "qwen2_moe", "qwen3_moe"),
 )
 STRINGS = json.loads((FIXTURES / "tokenizers" / "corpus.json").read_text())["strings"]
 CHATML = (

@@ -12,8 +12,9 @@ from safetensors.numpy import save_file
 
 Tensors = dict[str, np.ndarray]
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-GGUF_ARCHITECTURES = {"mistral": "llama"}
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
+BIASED, NORMED, SHARED = ("qwen2", "qwen2_moe"), ("qwen3", "qwen3_moe"), ("qwen2_moe",)
+GGUF_ARCHITECTURES = {"mistral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe"}
 """The architectures that GGUF files state, where they differ from the family."""
 
 
@@ -37,6 +38,11 @@ def hf_config(family: str, **changes: Any) -> dict[str, Any]:
         "rope_theta": 5000.0,
         "tie_word_embeddings": False,
     }
+    if family.endswith("moe"):
+        sizes = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+        config |= sizes | {"norm_topk_prob": family not in SHARED}
+    if family in SHARED:
+        config["shared_expert_intermediate_size"] = 28
     return config | changes
 
 
@@ -59,17 +65,33 @@ def hf_tensors(config: dict[str, Any], seed: int = 0) -> Tensors:
             "self_attn.k_proj.weight": (kv, d),
             "self_attn.v_proj.weight": (kv, d),
             "self_attn.o_proj.weight": (d, q),
-            "mlp.gate_proj.weight": (f, d),
-            "mlp.up_proj.weight": (f, d),
-            "mlp.down_proj.weight": (d, f),
         }
-        if c["model_type"] == "qwen2":
+        if "num_experts" in c:
+            layer |= mlp_shapes(d, c["moe_intermediate_size"], *experts_of(c))
+            layer["mlp.gate.weight"] = (c["num_experts"], d)
+        else:
+            layer |= mlp_shapes(d, f, "mlp")
+        if c["model_type"] in SHARED:
+            layer |= mlp_shapes(d, c["shared_expert_intermediate_size"], "mlp.shared_expert")
+            layer["mlp.shared_expert_gate.weight"] = (1, d)
+        if c["model_type"] in BIASED:
             layer |= {f"self_attn.{p}_proj.bias": (q if p == "q" else kv,) for p in "qkv"}
-        if c["model_type"] == "qwen3":
+        if c["model_type"] in NORMED:
             layer |= {f"self_attn.{p}_norm.weight": (h,) for p in "qk"}
         shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
     rng = np.random.default_rng(seed)
     return {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+
+
+def experts_of(config: dict[str, Any]) -> list[str]:
+    """Returns the names of a layer's experts."""
+    return [f"mlp.experts.{e}" for e in range(config["num_experts"])]
+
+
+def mlp_shapes(d: int, f: int, *names: str) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of the tensors of MLPs."""
+    shapes = {"gate": (f, d), "up": (f, d), "down": (d, f)}
+    return {f"{name}.{p}_proj.weight": shapes[p] for name in names for p in shapes}
 
 
 def expected_weights(config: dict[str, Any], t: Tensors) -> dict[str, Any]:
@@ -82,22 +104,42 @@ def expected_weights(config: dict[str, Any], t: Tensors) -> dict[str, Any]:
             "qkv": {"kernel": np.concatenate(qkv, axis=1)},
             "o": {"kernel": t[p + "self_attn.o_proj.weight"].T},
         }
-        if config["model_type"] == "qwen2":
+        if config["model_type"] in BIASED:
             attention["qkv"]["bias"] = np.concatenate(
                 [t[f"{p}self_attn.{which}_proj.bias"] for which in "qkv"]
             )
-        if config["model_type"] == "qwen3":
+        if config["model_type"] in NORMED:
             attention |= {
                 f"{which}_norm": {"scale": t[f"{p}self_attn.{which}_norm.weight"]} for which in "qk"
             }
-        gate_up = [t[p + "mlp.gate_proj.weight"].T, t[p + "mlp.up_proj.weight"].T]
+
+        def gate_up(name: str) -> np.ndarray:
+            return np.concatenate([t[f"{p}{name}.{w}_proj.weight"].T for w in ("gate", "up")], 1)
+
+        def down(name: str) -> np.ndarray:
+            return t[f"{p}{name}.down_proj.weight"].T
+
+        if "num_experts" in config:
+            names = experts_of(config)
+            mlp: dict[str, Any] = {
+                "router": {"rows": t[p + "mlp.gate.weight"]},
+                "experts": {
+                    "gate_up": np.stack([gate_up(name) for name in names]),
+                    "down": np.stack([down(name) for name in names]),
+                },
+            }
+        else:
+            mlp = {"gate_up": {"kernel": gate_up("mlp")}, "down": {"kernel": down("mlp")}}
+        if config["model_type"] in SHARED:
+            mlp["shared"] = {
+                "gate_up": {"kernel": gate_up("mlp.shared_expert")},
+                "down": {"kernel": down("mlp.shared_expert")},
+                "gate": {"rows": t[p + "mlp.shared_expert_gate.weight"]},
+            }
         return {
             "attention": attention,
             "attention_norm": {"scale": t[p + "input_layernorm.weight"]},
-            "mlp": {
-                "gate_up": {"kernel": np.concatenate(gate_up, axis=1)},
-                "down": {"kernel": t[p + "mlp.down_proj.weight"].T},
-            },
+            "mlp": mlp,
             "mlp_norm": {"scale": t[p + "post_attention_layernorm.weight"]},
         }
 
@@ -169,6 +211,19 @@ def gguf_name(config: dict[str, Any], name: str) -> str:
     return found
 
 
+def with_stacked_experts(config: dict[str, Any], tensors: Tensors) -> Tensors:
+    """Joins the experts' tensors of a layer, and leaves off axes of size 1, as llama.cpp does."""
+    if "num_experts" not in config:
+        return tensors
+    made = {n: x[0] if len(x) == 1 else x for n, x in tensors.items() if ".experts." not in n}
+    for i in range(config["num_hidden_layers"]):
+        p = f"model.layers.{i}."
+        for end in (f"{which}_proj.weight" for which in ("gate", "up", "down")):
+            stacked = [tensors[f"{p}{name}.{end}"] for name in experts_of(config)]
+            made[f"{p}mlp.experts.{end}"] = np.stack(stacked)
+    return made
+
+
 def write_gguf(
     file: Path,
     config: dict[str, Any],
@@ -205,7 +260,15 @@ def write_gguf(
         "attention.key_length": config["head_dim"],
         "attention.value_length": config["head_dim"],
         "vocab_size": config["vocab_size"],
-    } | (metadata or {})
+    }
+    if "num_experts" in config:
+        integers |= {
+            "expert_count": config["num_experts"],
+            "expert_used_count": config["num_experts_per_tok"],
+            "expert_feed_forward_length": config["moe_intermediate_size"],
+            "expert_shared_feed_forward_length": config.get("shared_expert_intermediate_size"),
+        }
+    integers |= metadata or {}
     for key, value in integers.items():
         if value is not None:
             writer.add_uint32(f"{architecture}.{key}", value)
@@ -216,7 +279,7 @@ def write_gguf(
         add[type(value)](f"general.sampling.{key}", value)
     writer.add_rope_freq_base(config["rope_theta"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    for name, tensor in tensors.items():
+    for name, tensor in with_stacked_experts(config, tensors).items():
         if raw and name in raw:
             data, kind = raw[name]
             writer.add_tensor(gguf_name(config, name), data, raw_dtype=kind)
