@@ -2,7 +2,8 @@
 
 A program multiplies some rows of one expert by some columns of its matrix. With few pairs, a decode
 step's, there is no sorting: each pair has programs, those of an expert's first pair find the
-expert's other pairs, and all others exit. More pairs are first sorted by expert into blocks.
+expert's other pairs, and all others exit; or each expert has, if there are fewer of these. More
+pairs are first sorted by expert into blocks.
 """
 
 from functools import partial
@@ -77,19 +78,22 @@ def _few(
     from jsparse.pallas_kernels.triton_call import triton_call
 
     made, pairs, cut = _made(matrices, gated), chosen.size, tiling or few_tiling(gated=gated)
-    return triton_call(
+    by_expert = pairs > len(matrices)
+    y = triton_call(
         x,
         matrices,
         chosen,
         chosen if weights is None else weights,  # placeholder, never read
         kernel=few_kernel,
         out_shape=jax.ShapeDtypeStruct((*chosen.shape, made), dtype),
-        grid=(triton.cdiv(made, cut.columns), pairs),
+        grid=(triton.cdiv(made, cut.columns), min(pairs, len(matrices))),
         PAIRS=pairs,
         PADDED=triton.next_power_of_2(pairs),
+        BY_EXPERT=by_expert,
         SIZE=SIZES[0],
         **_sizes(x, matrices, made, cut, gated=gated, weighted=weights is not None),
     )
+    return _without_absent(y, chosen, len(matrices)) if by_expert else y
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
@@ -121,7 +125,7 @@ def _many(
         SIZE=size,
         **_sizes(x, matrices, made, cut, gated=gated, weighted=weights is not None),
     )
-    return jnp.where((chosen < experts)[..., None], y, 0)  # other pairs are in no block
+    return _without_absent(y, chosen, experts)
 
 
 def _many_forward(
@@ -142,6 +146,13 @@ def _many_backward(gated: bool, dtype: Any, _: Any, kept: Any, change: Array) ->
 
 
 _many.defvjp(_many_forward, _many_backward)
+
+
+def _without_absent(
+    y: Float[Array, "k R made"], chosen: Int32[Array, "k R"], experts: int
+) -> Float[Array, "k R made"]:
+    """Returns products with zeros for pairs without an expert, which no program has written."""
+    return jnp.where((chosen < experts)[..., None], y, 0)
 
 
 def _made(matrices: Float[Array, "E in out"], gated: bool) -> int:
@@ -186,15 +197,19 @@ def few_kernel(
     MADE: tl.constexpr,
     PAIRS: tl.constexpr,
     PADDED: tl.constexpr,
+    BY_EXPERT: tl.constexpr,
     SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     GATED: tl.constexpr,
     WEIGHTED: tl.constexpr,
 ):
-    """Multiplies all rows of a pair's expert by COLUMNS columns, if no earlier pair has it."""
+    """Multiplies all rows of an expert by COLUMNS columns of its matrix.
+
+    The expert is the program's own if BY_EXPERT, else that of its pair, if no earlier pair has it.
+    """
     own = tl.program_id(1)
-    expert = tl.load(chosen_ptr + own)
+    expert = own if BY_EXPERT else tl.load(chosen_ptr + own)
     if expert >= EXPERTS:
         column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
         zeros = tl.zeros((COLUMNS,), out_ptr.dtype.element_ty)
@@ -203,7 +218,10 @@ def few_kernel(
         pair = tl.arange(0, PADDED)
         chosen = tl.load(chosen_ptr + pair, mask=pair < PAIRS, other=EXPERTS)
         same = chosen == expert
-        if tl.min(tl.where(same, pair, PADDED), 0) == own:
+        found = tl.min(tl.where(same, pair, PADDED), 0)
+        if BY_EXPERT:
+            found = tl.where(found < PADDED, own, PADDED)
+        if found == own:
             nth = tl.cumsum(same.to(tl.int32), 0) - 1
             count = tl.sum(same.to(tl.int32), 0)
             for first in range(0, count, SIZE):

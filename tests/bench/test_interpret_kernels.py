@@ -43,7 +43,7 @@ CASES = {
     "centroid_update": "radii_of_points",
     "compact_pages": "many_chunks",
     "expert_choice": "shares equal",
-    "expert_product": "one_row same_experts absent many_down",
+    "expert_product": "one_row same_experts few_absent many_down",
     "few_rows_product": "one_row float32",
     "group_means": "odd",
     "merge_splits": "few many",

@@ -52,6 +52,7 @@ CASES = (
     Case("few_down", rows=5, each=True, weighted=True, width=40, out=50),
     Case("same_experts", rows=21, k=2, gated=True, alike=True),
     Case("absent", rows=6, each=True, weighted=True, absent=True),
+    Case("few_absent", rows=2, gated=True, absent=True),
     Case("one_expert", rows=2, k=1, experts=1, dtype="float16"),
     Case("many_rows", rows=150, gated=True, width=72, out=96),
     Case("many_down", rows=150, each=True, weighted=True, absent=True, out=160),
