@@ -25,6 +25,7 @@ def rows(info: dict[str, Any]) -> list[tuple[str, str]]:
             + " embeddings",
         ),
         ("RoPE", _rope(c)),
+        *_windows(c),
         ("maximum context", f"{c['max_position_embeddings']} tokens"),
         ("parameters", _parameters(info)),
         (
@@ -84,6 +85,15 @@ def _ffn(c: dict[str, Any]) -> list[tuple[str, str]]:
     shared = f", and a shared one of {e['shared_size']}" if e["shared_size"] else ""
     of_each = f"{e['number']} of ffn {e['intermediate_size']}, {e['chosen']} per token{shared}"
     return [("hidden", str(c["hidden_size"])), ("experts", of_each)]
+
+
+def _windows(c: dict[str, Any]) -> list[tuple[str, str]]:
+    """Returns the row on sliding windows, if there are any."""
+    windows = [window for window in c["windows"] if window is not None]
+    if not windows:
+        return []
+    sizes = ", ".join(str(size) for size in sorted(set(windows)))
+    return [("sliding windows", f"{sizes} tokens, in {len(windows)} of {c['num_layers']} layers")]
 
 
 def _parameters(info: dict[str, Any]) -> str:
