@@ -89,8 +89,8 @@ class Experts:
         chosen: the number of experts of each token.
         intermediate_size: the intermediate size of an expert.
         normalized: whether the weights of a token's experts are divided by their sum.
-        shared_size: the intermediate size of an expert that all tokens have in addition, behind a
-            gate of its own; 0: there is none.
+        shared_size: the intermediate size of an additional expert of all tokens, with a gate; 0:
+            there is none.
         ranks: the number of ranks among which experts are divided (jsparse.ranks).
     """
 

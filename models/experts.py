@@ -1,7 +1,6 @@
 """A mixture of experts in place of the MLP: a router chooses a few experts for each token.
 
-Sources: Qwen2-MoE (a shared expert beside the chosen ones, behind a sigmoid gate) and Qwen3-MoE, in
-transformers.
+Sources: transformers' Qwen3-MoE, and Qwen2-MoE, which has a shared expert with a sigmoid gate.
 """
 
 from functools import partial

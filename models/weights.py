@@ -137,7 +137,7 @@ def list_weights(
             source_names = (name.format(i=i) for name in names[template])
             sources = tuple(map(TensorSource, source_names, shapes, heads))
             weights.append(Weight(template.format(i=i), sources))
-    return weights + _expert_weights(config, names)
+    return _expert_weights(config, names) + weights
 
 
 def _expert_weights(c: ModelConfig, names: Names) -> list[Weight]:

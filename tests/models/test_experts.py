@@ -3,6 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
+import gguf
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,7 +18,15 @@ from tests.models.test_transformers_models import LlamaForCausalLM
 from tests.support.marks import slow_except
 from tests.support.programs import shared, sharing
 from tests.support.tiny import assert_close, engine_logits, random_prompts, tiny_params
-from tests.support.writers import experts_of, hf_config, hf_tensors, write_folder
+from tests.support.writers import (
+    expected_weights,
+    experts_of,
+    hf_config,
+    hf_tensors,
+    with_stacked_experts,
+    write_folder,
+    write_gguf,
+)
 
 HF = Path(__file__).parents[1] / "fixtures" / "hf"
 
@@ -97,6 +106,18 @@ def test_joined_experts_of_a_model_in_memory(tmp_path):
     made = jsparse.from_transformers(LlamaForCausalLM(config, joined))
     read = load(write_folder(tmp_path, config, tensors))
     jax.tree.map(np.testing.assert_array_equal, made.weights, read.weights)
+
+
+def test_quantized_experts_of_a_gguf_file(tmp_path):
+    config = hf_config("qwen3_moe")
+    tensors, kind = hf_tensors(config), gguf.GGMLQuantizationType.Q8_0
+    stacked = with_stacked_experts(config, tensors)
+    name = "model.layers.1.mlp.experts.up_proj.weight"
+    data = gguf.quants.quantize(stacked[name], kind)
+    made = load(write_gguf(tmp_path / "m.gguf", config, tensors, raw={name: (data, kind)}))
+    for e, values in enumerate(gguf.quants.dequantize(data, kind)):
+        tensors[f"model.layers.1.mlp.experts.{e}.up_proj.weight"] = values
+    jax.tree.map(np.testing.assert_array_equal, made.weights, expected_weights(config, tensors))
 
 
 def test_active_parameters_leave_out_other_experts():
