@@ -70,3 +70,5 @@ def test_uses_that_need_all_tokens_are_refused():
         jsparse.generate(params, prompt, max_new_tokens=8, page_size=64)
     with pytest.raises(ValueError, match=r"params=.*sliding windows of 23 tokens"):
         inspect_step(params, "dense", prompt)
+    with pytest.raises(ValueError, match=r"params=.*sliding windows of 23 tokens"):
+        jsparse.compare(params, prompt * 4, ["quest"])

@@ -17,7 +17,7 @@ from jsparse.evaluation.comparison.equal_bytes import Sizing, counted_metric
 from jsparse.evaluation.comparison.result import ComparedPolicy, PolicyComparison
 from jsparse.evaluation.comparison.window_scores import WindowScores
 from jsparse.hyper_parameters import whole_number
-from jsparse.models.checkpoint import Params
+from jsparse.models.checkpoint import Params, require_full_attention
 from jsparse.policies.expressions import as_policy
 from jsparse.policies.sizes import has_open_size
 from jsparse.policy import AnyPolicy, Policy, StandIn, resolved
@@ -66,8 +66,10 @@ def compare(
             and steps of all policies, for each batch.
 
     Raises:
-        ValueError: an argument is out of range, a policy is refused, or the text is too short.
+        ValueError: an argument is out of range, a policy is refused, the text is too short, or the
+            model has sliding windows.
     """
+    require_full_attention(params)
     for name, value in (("samples", samples), ("steps", steps), ("batch", batch)):
         whole_number(name, value, 1)
     ids, alone = prompts.encode(params, text)
