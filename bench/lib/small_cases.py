@@ -482,8 +482,8 @@ OPS = {
         by_experts,
         named(
             expert_product_cases.CASES,
-            "one_row down few_rows few_down same_experts absent few_absent one_expert many_rows "
-            "many_down many_alike",
+            "one_row down few_rows few_down same_experts absent few_absent parts_of_pairs "
+            "one_expert many_rows many_down many_alike",
         ),
     ),
     "expert_choice": Op(

@@ -222,12 +222,10 @@ def few_kernel(
         if BY_EXPERT:
             found = tl.where(found < PADDED, own, PADDED)
         if found == own:
-            nth = tl.cumsum(same.to(tl.int32), 0) - 1
             count = tl.sum(same.to(tl.int32), 0)
             for first in range(0, count, SIZE):
                 place = first + tl.arange(0, SIZE)
-                here = same[None, :] & (nth[None, :] == place[:, None])
-                pairs = tl.sum(tl.where(here, pair[None, :], 0), 1)
+                pairs = _pairs_at(chosen_ptr, expert, place, PAIRS, min(PADDED, 128), SIZE)
                 _multiply(
                     x_ptr,
                     matrices_ptr,
@@ -246,6 +244,26 @@ def few_kernel(
                     GATED,
                     WEIGHTED,
                 )
+
+
+@triton.jit
+def _pairs_at(
+    chosen_ptr, expert, place, PAIRS: tl.constexpr, PART: tl.constexpr, SIZE: tl.constexpr
+):
+    """Returns the pairs at SIZE places among those of an expert; 0 past the last.
+
+    It reads `chosen` again, part by part: all pairs would take registers that products need.
+    """
+    pairs = tl.zeros((SIZE,), tl.int32)
+    before = 0
+    for first in range(0, PAIRS, PART):
+        pair = first + tl.arange(0, PART)
+        same = tl.load(chosen_ptr + pair, mask=pair < PAIRS, other=-1) == expert
+        nth = before + tl.cumsum(same.to(tl.int32), 0) - 1
+        here = same[None, :] & (nth[None, :] == place[:, None])
+        pairs += tl.sum(tl.where(here, pair[None, :], 0), 1)
+        before += tl.sum(same.to(tl.int32), 0)
+    return pairs
 
 
 @triton.jit

@@ -53,6 +53,7 @@ CASES = (
     Case("same_experts", rows=21, k=2, gated=True, alike=True),
     Case("absent", rows=6, each=True, weighted=True, absent=True),
     Case("few_absent", rows=2, gated=True, absent=True),
+    Case("parts_of_pairs", rows=50, k=3, experts=7, each=True, weighted=True, width=40, out=50),
     Case("one_expert", rows=2, k=1, experts=1, dtype="float16"),
     Case("many_rows", rows=150, gated=True, width=72, out=96),
     Case("many_down", rows=150, each=True, weighted=True, absent=True, out=160),
