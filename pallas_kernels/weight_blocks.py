@@ -1,7 +1,7 @@
 """Matrices in blocks of small integers or floats with scales, as checkpoints store them.
 
 A block is 32 numbers that a product sums over. A number is scale · code - offset. Scales and
-offsets belong to groups of 16 to 128 numbers of a row. Sources: llama.cpp's `block_q4_0`,
+offsets belong to groups of 16, 32, 64 or 128 numbers of a row. Sources: llama.cpp's `block_q4_0`,
 `block_q4_K`, `block_q5_K`, `block_q6_K` and `block_q8_0`, whose values are kept exactly.
 """
 
@@ -129,10 +129,10 @@ def form_of(matrix: Blocks) -> Form:
     if matrix["values"].dtype == jnp.uint8:
         bits = 4 if high is None else 4 + high.shape[-1] * 8 // width
     group, rest = divmod(width, max(len(scales), 1))
-    if rest or group < 16 or (group % BLOCK and BLOCK % group):
+    if rest or group not in (16, 32, 64, 128):
         raise ValueError(
-            f"matrix: {len(scales)} scales of a row must be one per 16, or per a multiple of "
-            f"{BLOCK}, of {width} columns"
+            f"matrix: {len(scales)} scales of a row must be one per 16, 32, 64 or 128 of {width} "
+            "columns"
         )
     form = Form(
         bits,
@@ -142,6 +142,9 @@ def form_of(matrix: Blocks) -> Form:
         "mins" in matrix,
         matrix["values"].dtype == FLOAT8,
     )
+    types = ("int8",) if form.supers else ("float16", "bfloat16", "float32")
+    if form.scales not in types:
+        raise ValueError(f"matrix: scales are {form.scales}: must be {' or '.join(types)}")
     for name, spec in form.arrays(out, width).items():
         array = matrix[name]
         if (array.shape, array.dtype) != (spec.shape, spec.dtype) or width % form.multiple:

@@ -265,7 +265,7 @@ def test_wrong_calls_are_refused():
             rows[:2],
             blocks | {"scales": np.zeros((7, 192), np.float16)},
             {},
-            "matrix: 7 scales of a row must be one per 16, or per a multiple of 32, of 256 columns",
+            "matrix: 7 scales of a row must be one per 16, 32, 64 or 128 of 256 columns",
         ),
         (rows, blocks, mosaic_alone, "takes 3 to 4096 rows, not 4097"),
         (rows[:2], blocks, mosaic_alone, "takes 3 to 4096 rows, not 2"),
