@@ -466,7 +466,8 @@ OPS = {
     ),
     "many_rows_product": Op(
         multiplied,
-        named(quantized_cases.OTHERS, "many_rows many_rows_left_over pairs_of_programs one_tile"),
+        named(quantized_cases.OTHERS, "many_rows many_rows_left_over pairs_of_programs one_tile")
+        | {case.name: replace(case, batch=(50,)) for case in quantized_cases.OF_FORMS},
     ),
     "few_rows_product": Op(
         multiplied_in_threads,

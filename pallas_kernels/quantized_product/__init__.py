@@ -1,4 +1,4 @@
-"""Multiplies by a matrix in 8-bit blocks: see `api.quantized_product`."""
+"""Multiplies by a matrix in blocks: see `api.quantized_product`."""
 
 from jsparse.pallas_kernels.quantized_product.api import quantized_product
 

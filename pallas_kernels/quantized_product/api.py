@@ -1,4 +1,4 @@
-"""Multiplies by a matrix in 8-bit blocks."""
+"""Multiplies by a matrix in blocks."""
 
 import math
 from typing import Any
@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 from jsparse.pallas_kernels.checked import checked
 from jsparse.pallas_kernels.dispatch import Backend, no_mosaic, no_triton, run
 from jsparse.pallas_kernels.quantized_product import reference
-from jsparse.pallas_kernels.weight_blocks import FORMS, Blocks, form_of, width_of
+from jsparse.pallas_kernels.weight_blocks import Blocks, form_of, width_of
 from jsparse.parts import total
 
 # with tensor cores; for more, it is faster to widen the matrix and multiply with XLA
@@ -29,13 +29,18 @@ def _no_tensor_cores(x: Float[Array, "rows in"], matrix: Blocks, *, dtype: Any) 
         return f"takes {FASTER_WITHOUT + 1} to {MAX_ROWS} rows, not {len(x)}"
     if x.dtype != jnp.bfloat16:
         return f"takes bfloat16, not {x.dtype}"
-    if form_of(matrix) != FORMS["q8_0"]:
-        return "takes blocks of Q8_0"
-    out, width = matrix["values"].shape
+    form, (out, width) = form_of(matrix), (len(matrix["values"]), width_of(matrix))
+    if len(x) <= MAX_FEW_ROWS and form.floats:
+        return f"takes more than {MAX_FEW_ROWS} rows of a matrix of floats, not {len(x)}"
     if len(x) <= MAX_FEW_ROWS and width % 128:
         return f"takes more than {MAX_FEW_ROWS} rows, or a width that 128 divides, not {width}"
-    if out % 64 or width % 64:
-        return f"takes an output size and a width that 64 divides, not {out} and {width}"
+    # rows of 16 bytes, also of the fifth bits
+    multiple = 128 if form.bits == 5 else 64
+    if out % 64 or width % multiple:
+        return (
+            f"takes an output size that 64 divides and a width that {multiple} divides, not {out} "
+            f"and {width}"
+        )
     return no_mosaic()
 
 
@@ -81,19 +86,19 @@ def quantized_product(
     in_parts: bool = False,
     implementation: str | None = None,
 ) -> Float[Array, "*parts_and_batch out"]:
-    """Multiplies rows by a matrix in 8-bit blocks: y = x · Wᵀ.
+    """Multiplies rows by a matrix in blocks of any format: y = x · Wᵀ.
 
     Kernels read and multiply blocks directly. For more rows, and on other devices, the matrix is
     first widened to the type of x. A barrier makes XLA wait for x before widening; otherwise it
     would widen all matrices of a model at the start of a program.
 
     Args:
-        x: the rows. Kernels for few rows convert them to fixed point, block by block: integers of
-            16 bits, or of 24 in "triton" if x is float32. Most bfloat16 numbers are unchanged by
-            this. A row with an infinite number gives NaN.
+        x: the rows. Kernels for few rows multiply integers, and convert x to fixed point, block by
+            block: to integers of 16 bits, or of 24 in "triton" if x is float32. Most bfloat16
+            numbers are unchanged by this. A row with an infinite number gives NaN.
         matrix: W [out, in], in blocks. For more than 32 rows (16 if the width is above 16,384, 4 if
-            it is not divisible by 128, 2 above 32,768), "mosaic" rounds its numbers to the type of
-            x. For fewer rows, and in "triton", only sums are rounded.
+            it is not divisible by 128 or the codes are floats, 2 above 32,768), "mosaic" rounds its
+            numbers to the type of x. For fewer rows, and in "triton", only sums are rounded.
         dtype: the type of the result, by default that of x. Sums are float32.
         in_parts: whether the product may be returned in float32 parts, along a leading axis, for
             the caller to add (jsparse.parts).

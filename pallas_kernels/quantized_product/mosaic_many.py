@@ -4,10 +4,10 @@
 It is one persistent launch. A unit of work is a tile of the matrix by up to 256 rows of x. It spans
 all columns, or a part of them if that gives more programs work in the last wave; XLA then adds the
 parts. One warpgroup copies chunks of both operands by TMA, as far ahead as shared memory allows.
-Two take 64 rows of the matrix each. They widen integers in registers (`mosaic_widening`), rounded
-to bfloat16 like the reference's, and multiply them by x in the tensor cores. With many rows, the
-two programs of a cluster take adjacent rows of the matrix and the same rows of x, which TMA
-multicasts to both.
+Two take 64 rows of the matrix each. They widen codes in registers (`mosaic_widening`), rounded to
+bfloat16 like the reference's, and multiply them by x in the tensor cores. With many rows, the two
+programs of a cluster take adjacent rows of the matrix and the same rows of x, which TMA multicasts
+to both.
 """
 
 from collections.abc import Callable
@@ -30,6 +30,7 @@ from jsparse.pallas_kernels.quantized_product.mosaic_many_problem import (
     ROW_TILES,
     TILE,
     WARPGROUPS,
+    Piece,
     Problem,
     best_split,
 )
@@ -40,7 +41,7 @@ from jsparse.pallas_kernels.quantized_product.mosaic_shared import (
     tiled,
 )
 from jsparse.pallas_kernels.quantized_product.mosaic_widening import widened
-from jsparse.pallas_kernels.weight_blocks import BLOCK, Blocks
+from jsparse.pallas_kernels.weight_blocks import BLOCK, Blocks, Form, codes_of, form_of, out_axis
 from jsparse.parts import total
 
 OUT = 64  # rows of x per store
@@ -64,7 +65,7 @@ def many_rows(
     `row_tile` to `cluster` override the defaults (`split`: `Problem`'s `whole` and `parts`).
     `interpret` runs the kernel on any machine, slowly, for tests.
     """
-    (rows, width), out = x.shape, matrix["values"].shape[0]
+    (rows, width), out, form = x.shape, len(matrix["values"]), form_of(matrix)
     padded = -(-rows // 8) * 8  # TMA copies whole tiles of rows
     if row_tile is None:
         row_tile = next((size for size in ROW_TILES if rows <= size), ROW_TILES[-1])
@@ -74,11 +75,12 @@ def many_rows(
     assert stages > 1
     dtype = jnp.dtype(dtype)
     kept = dtype if dtype == jnp.bfloat16 else jnp.dtype(jnp.float32)
-    p = Problem(padded, out, width, row_tile, cluster, stages, blocks, kept, interpret)
+    p = Problem(form, padded, out, width, row_tile, cluster, stages, blocks, kept, interpret)
     p = best_split(p) if split is None else replace(p, whole=split[0], parts=split[1])
     if padded > rows:
         x = jnp.pad(x, ((0, padded - rows), (0, 0)))
-    made = [some[..., :rows, :] for some in _kernel(p)(x, matrix["values"], matrix["scales"])]
+    made = _kernel(p)(x, *(matrix[name] for name in p.pieces))
+    made = [some[..., :rows, :] for some in made]
     if not p.rest:
         return made[0].astype(dtype)
     rest = total(made[-1], 2, dtype)
@@ -91,13 +93,11 @@ class Refs(NamedTuple):
     """A launch's arrays, and a program's shared memory and barriers, in the kernel's order."""
 
     x: Any  # [rows, in]
-    values: Any  # [out, in]
-    scales: Any  # [in / 32, out]
+    matrix: dict[str, Any]  # as in `Blocks`
     out: Any  # [rows, out], written for whole tiles; None if there are none
     sums: Any  # [parts, rows, the other columns]; None if there are none
     x_s: Any  # [stages, row_tile, CHUNK]
-    values_s: Any  # [stages, TILE, CHUNK]
-    scales_s: Any  # [stages, CHUNK / 32, TILE]
+    matrix_s: dict[str, Any]  # [stages, a chunk's piece]
     out_s: Any  # [WARPGROUPS, OUT, ROWS]
     full: Any  # [stages]: a chunk has arrived
     free: Any  # [stages]: all its readers have used it
@@ -114,9 +114,11 @@ def _kernel(p: Problem):
         out_type.append(jax.ShapeDtypeStruct(shape, jnp.float32))
 
     def body(*refs):
-        others = iter(refs[3:])
-        out, sums = (next(others) if some else None for some in (p.whole, p.rest))
-        r = Refs(*refs[:3], out, sums, *others)
+        given = iter(refs)
+        x, matrix = next(given), {name: next(given) for name in p.pieces}
+        out, sums = (next(given) if some else None for some in (p.whole, p.rest))
+        x_s, matrix_s = next(given), {name: next(given) for name in p.pieces}
+        r = Refs(x, matrix, out, sums, x_s, matrix_s, *given)
         warpgroup = lax.axis_index("warpgroup")
 
         # 128 threads with 40 and twice 128 with 232 use 64,512 of 65,536 registers
@@ -140,10 +142,16 @@ def _kernel(p: Problem):
         out_type=out_type,
         scratch_types=[
             plgpu.SMEM((p.stages, p.row_tile, CHUNK), jnp.bfloat16, transforms=tiled(BLOCK, 2)),
-            plgpu.SMEM((p.stages, TILE, CHUNK), jnp.int8, transforms=tiled(CHUNK, 1)),
-            plgpu.SMEM((p.stages, CHUNK // BLOCK, TILE), jnp.float16),
+            *(
+                plgpu.SMEM(
+                    (p.stages, *piece.shape),
+                    piece.dtype,
+                    transforms=tiled(piece.shape[1], 1) if name == "values" else (),
+                )
+                for name, piece in p.pieces.items()
+            ),
             plgpu.SMEM((WARPGROUPS, OUT, ROWS), jnp.bfloat16, transforms=tiled(ROWS, 2)),
-            plgpu.Barrier(num_arrivals=3, num_barriers=p.stages),
+            plgpu.Barrier(num_arrivals=1 + len(p.pieces), num_barriers=p.stages),
             free_barrier(num_arrivals=WARPGROUPS, num_barriers=p.stages),
         ],
         grid=(p.clusters,),
@@ -206,7 +214,10 @@ def _multiply(p: Problem, r: Refs, warpgroup: Any) -> None:
     def widen(n):
         slot = lax.rem(n, p.stages)
         plgpu.barrier_wait(r.full.at[slot])
-        return numbers_of(r.values_s.at[slot, own], r.scales_s.at[slot, :, own])
+        chunk = {}
+        for name, piece in r.matrix_s.items():
+            chunk[name] = piece.at[slot, own] if out_axis(name) == 0 else piece.at[slot, :, own]
+        return numbers_of(p.form, chunk)
 
     def x_of(n):
         return r.x_s.at[lax.rem(n, p.stages)]
@@ -270,11 +281,26 @@ def _sum_values(p: Problem, first: Any, last: Any, widen: Any, x_of: Any, free: 
     return lax.fori_loop(first, last + 1, chunk, jnp.zeros((ROWS, p.row_tile), jnp.float32))
 
 
-def _numbers(values_s: Any, scales_s: Any) -> Any:
+def _numbers(form: Form, chunk: dict[str, Any]) -> Any:
     """Returns a chunk's numbers, in the interpreter."""
-    scales = jnp.repeat(scales_s[...].astype(jnp.float32), BLOCK, axis=0).T
-    wide = (values_s[...].astype(jnp.float32) * scales).astype(jnp.bfloat16)
-    return wide.astype(jnp.float32)
+    stored: Any = {name: ref[...] for name, ref in chunk.items()}
+    if "high" in stored:
+        stored["high"] = stored["high"][:, : CHUNK * (form.bits - 4) // 8]
+    numbers = codes_of(stored, form).astype(jnp.float32)
+
+    def each(name: str) -> Any:
+        factors = stored[name].astype(jnp.float32)
+        return jnp.repeat(factors, CHUNK // len(factors), axis=0).T
+
+    scales = each("scales")
+    if form.supers:
+        scales = scales * each("super_scales")
+    if form.mins:
+        offsets = each("mins") * (each("super_mins") if form.supers else scales)
+        numbers = (numbers + form.half) * scales - offsets
+    else:
+        numbers = numbers * scales
+    return numbers.astype(jnp.bfloat16).astype(jnp.float32)
 
 
 def _store(p: Problem, r: Refs, warpgroup: Any, sums: Any, unit: Unit) -> None:
@@ -347,13 +373,11 @@ def _copy(p: Problem, r: Refs) -> None:
 
             chunk = unit.first_chunk + nth
             columns = pl.ds(pl.multiple_of(chunk * CHUNK, CHUNK), CHUNK)
-            blocks = pl.ds(chunk * (CHUNK // BLOCK), CHUNK // BLOCK)
-            rows = pl.ds(unit.out_row, TILE)
-            copies = (
-                (r.values.at[rows, columns], r.values_s, None),
-                (r.scales.at[blocks, rows], r.scales_s, None),
-                (r.x.at[pl.ds(unit.x_row, p.row_tile), columns], r.x_s, multicast),
-            )
+            x = r.x.at[pl.ds(unit.x_row, p.row_tile), columns]
+            copies = [(x, r.x_s, multicast)]
+            for name, piece in p.pieces.items():
+                place = _place(piece, out_axis(name), unit.out_row, chunk)
+                copies.append((r.matrix[name].at[place], r.matrix_s[name], None))
             for source, target, axes in copies:
                 full = r.full.at[slot]
                 plgpu.copy_gmem_to_smem(source, target.at[slot], full, collective_axes=axes)
@@ -367,3 +391,14 @@ def _copy(p: Problem, r: Refs) -> None:
 
     sent = _each_unit(p, copy)
     lax.fori_loop(jnp.maximum(sent - p.stages, 0), sent, drain, jnp.int32(0))
+
+
+def _place(piece: Piece, axis: int, out_row: Any, chunk: Any) -> tuple[Any, Any]:
+    """Returns the place of a chunk's piece in its array, whose rows are on an axis."""
+    count = CHUNK // piece.columns
+    if count:
+        first = pl.multiple_of(chunk * count, count)
+    else:
+        first = lax.div(chunk, piece.columns // CHUNK)
+    rows, own = pl.ds(out_row, TILE), pl.ds(first, piece.shape[1 - axis])
+    return (own, rows) if axis else (rows, own)

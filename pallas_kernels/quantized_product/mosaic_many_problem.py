@@ -3,14 +3,17 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
 from jsparse.pallas_kernels.quantized_product.mosaic_shared import ROWS
+from jsparse.pallas_kernels.weight_blocks import Form, out_axis
 
 WARPGROUPS = 2  # multiplying warpgroups
 TILE = ROWS * WARPGROUPS  # rows of the matrix per program: 64 per warpgroup
 CHUNK = 64  # columns
+BOX = 16  # minimum bytes of a row that TMA copies
 ROW_TILES, PARTS = (64, 128, 256), (2, 4, 8)
 MULTICAST = 256  # minimum row tile that is multicast to a cluster of two programs
 UNIT_CHUNKS = 4  # overhead of a unit, in chunks
@@ -18,11 +21,25 @@ LAUNCH_CHUNKS = 3  # cost of the launch that adds the parts
 SUMS_A_CHUNK = 2**18  # partial sums written and read again in the time of one chunk
 
 
+class Piece(NamedTuple):
+    """A chunk's piece of one of the matrix's arrays.
+
+    Attributes:
+        shape: that of the piece, with TILE rows of the matrix on one of the axes.
+        columns: columns of the matrix per element of the other axis.
+    """
+
+    shape: tuple[int, int]
+    dtype: Any
+    columns: int
+
+
 @dataclass(frozen=True)
 class Problem:
     """Sizes of one launch; the key of compiled kernels.
 
     Attributes:
+        form: the format of the matrix.
         rows: rows of x, a multiple of 8.
         out, width: the sizes of the matrix.
         row_tile: rows of x per unit.
@@ -35,6 +52,7 @@ class Problem:
         parts: parts of the columns of the other tiles.
     """
 
+    form: Form
     rows: int
     out: int
     width: int
@@ -46,6 +64,21 @@ class Problem:
     interpret: bool
     whole: int = 0
     parts: int = 1
+
+    @property
+    def pieces(self) -> dict[str, Piece]:
+        """A chunk's piece of each array.
+
+        It has a scale even if a group is longer than a chunk. Rows of the codes' fifth bits are
+        shorter than BOX, and end with some of the next chunk's.
+        """
+        made = {}
+        for name, spec in self.form.arrays(TILE, self.width).items():
+            axis, least = (1, BOX) if out_axis(name) == 0 else (0, 1)
+            columns = self.width // spec.shape[axis]
+            size = max(CHUNK // columns, least)
+            made[name] = Piece((TILE, size) if axis else (size, TILE), spec.dtype, columns)
+        return made
 
     @property
     def row_tiles(self) -> int:

@@ -1,12 +1,14 @@
 """Tests quantized_product against numpy: the reference, and the Mosaic kernel interpreted."""
 
 from dataclasses import replace
+from functools import partial
 from itertools import product as product_of
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.mosaic import gpu as mgpu
 
 from jsparse.pallas_kernels.quantized_product import (
     mosaic,
@@ -20,45 +22,35 @@ from jsparse.pallas_kernels.quantized_product.mosaic_many_problem import (
     Problem,
     best_split,
 )
-from jsparse.pallas_kernels.quantized_product.mosaic_widening import (
-    EXPONENT,
-    OFFSET,
-    SELECTORS,
-    SIGNS,
-)
-from jsparse.pallas_kernels.weight_blocks import dequantized
+from jsparse.pallas_kernels.quantized_product.mosaic_widening import Bytes, block_registers
+from jsparse.pallas_kernels.weight_blocks import FORMS, Form, out_axis
 from jsparse.parts import total
-from tests.kernels.cases.quantized_product import CASES, OTHERS, Case
+from tests.kernels.cases.quantized_product import ALL_FORMS, CASES, OF_FORMS, OTHERS, Case
+from tests.support import mlir_threads
+from tests.support.block_numbers import in_bfloat16, numbers_of
 from tests.support.marks import slow_except, slow_except_named
 
 product = jax.jit(quantized_product, static_argnames="dtype")
 
 
-def wanted(x, matrix):
-    """x · Wᵀ in float64, block by block, by the definition of GGUF's Q8_0."""
-    values, scales = (np.asarray(matrix[name], np.float64) for name in ("values", "scales"))
-    whole = np.zeros((*x.shape[:-1], values.shape[0]))
-    for block in range(scales.shape[0]):
-        of_block = slice(32 * block, 32 * block + 32)
-        whole += np.asarray(x, np.float64)[..., of_block] @ values[:, of_block].T * scales[block]
-    return whole
-
-
-def is_close(got, x, matrix, rounding):
+def is_close(got, x, case, matrix, rounding):
     """Whether sums are at most as far off as with terms rounded by these errors."""
-    size = {name: np.abs(np.asarray(part, np.float64)) for name, part in matrix.items()}
-    terms = wanted(np.abs(np.asarray(x, np.float64)), size)
-    return (np.abs(np.asarray(got, np.float64) - wanted(x, matrix)) <= rounding * terms).all()
+    (numbers, sizes), x = numbers_of(matrix, ALL_FORMS[case.form]), np.asarray(x, np.float64)
+    off = np.abs(np.asarray(got, np.float64) - x @ numbers.T)
+    return (off <= rounding * (np.abs(x) @ sizes.T)).all()
 
 
-@pytest.mark.parametrize("case", slow_except_named([*CASES, *OTHERS], "few", "odd_sizes"), ids=str)
+ALL = [*CASES, *OTHERS, *OF_FORMS]
+
+
+@pytest.mark.parametrize("case", slow_except_named(ALL, "few", "odd_sizes", "mixed"), ids=str)
 def test_reference_is_a_product_with_the_blocks_numbers(case):
     x, matrix = case.build()
     got = product(x, matrix, dtype=jnp.float32)
     assert got.dtype == jnp.float32
     assert got.shape == (*case.batch, case.out)
     rounding = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-20}[case.dtype]
-    assert is_close(got, x, matrix, rounding)
+    assert is_close(got, x, case, matrix, rounding)
     assert product(x, matrix).dtype == x.dtype
 
 
@@ -105,7 +97,18 @@ def test_few_rows_in_fixed_point_round_only_sums(case, how):
     x = x.reshape(-1, case.width)
     got = total(mosaic_few.few_rows(x, matrix, interpret=True, **HOW[how]), 2, jnp.float32)
     integers, unit = in_fixed_point(x)
-    assert is_close(got, (integers * unit[..., None]).reshape(x.shape), matrix, 2.0**-20)
+    assert is_close(got, (integers * unit[..., None]).reshape(x.shape), case, matrix, 2.0**-20)
+
+
+INTEGERS = [case for case in OF_FORMS if case.form != "fp8"]
+
+
+@pytest.mark.parametrize("case", slow_except_named(INTEGERS, "mixed"), ids=str)
+def test_few_rows_of_all_forms_round_only_sums(case):
+    x, matrix = case.build()
+    got = total(mosaic_few.few_rows(x, matrix, interpret=True), 2, jnp.float32)
+    integers, unit = in_fixed_point(x)
+    assert is_close(got, (integers * unit[..., None]).reshape(x.shape), case, matrix, 2.0**-20)
 
 
 MANY = (
@@ -123,19 +126,21 @@ MANY_HOW = {
 
 
 @pytest.mark.parametrize("how", slow_except(MANY_HOW, "parts"))
-@pytest.mark.parametrize("case", slow_except_named(MANY, "left_over"), ids=str)
+@pytest.mark.parametrize(
+    "case", slow_except_named([*MANY, *OF_FORMS], "left_over", "q5_k"), ids=str
+)
 def test_many_rows_round_the_numbers_once(case, how):
     x, matrix = case.build()
     x = x.reshape(-1, case.width)
-    numbers = np.asarray(dequantized(matrix, jnp.bfloat16), np.float64)
+    numbers, apart = in_bfloat16(matrix, ALL_FORMS[case.form])
     wide = np.asarray(x, np.float64)
-    terms = np.abs(wide) @ np.abs(numbers).T
+    allowed = np.abs(wide) @ (2.0**-20 * np.abs(numbers) + apart).T
     for dtype, step in ((jnp.float32, 0), (jnp.bfloat16, 2.0**-8)):
         given = {"dtype": dtype, "interpret": True, **MANY_HOW[how]}
         got = mosaic_many.many_rows(x, matrix, **given)
         assert (got.dtype, got.shape) == (dtype, (len(x), case.out))
-        off = np.abs(np.asarray(got, np.float64) - wide @ numbers.T)
-        assert (off <= 2.0**-20 * terms + step * np.abs(wide @ numbers.T)).all()
+        distance = np.abs(np.asarray(got, np.float64) - wide @ numbers.T)
+        assert (distance <= allowed + step * np.abs(wide @ numbers.T)).all()
 
 
 # products of Llama 3.1 8B, of half a 70B, of SmolLM2's MLP, of a 70B, and of the widest that the
@@ -158,21 +163,27 @@ SHAPES += [(8448, 16384), (8448, 32768)]
 )
 def test_lowers_for_cuda(shape, rows, dtype):
     """Lowering checks layouts, alignment and shared memory, and needs no GPU."""
-    out, width = shape
-    spec = jax.ShapeDtypeStruct
-    matrix = {
-        "values": spec((out, width), jnp.int8),
-        "scales": spec((width // 32, out), jnp.float16),
-    }
+    assert_lowers(FORMS["q8_0"], shape, rows, dtype)
+
+
+@pytest.mark.parametrize("rows", [3, 16, 32, 50, 512])
+@pytest.mark.parametrize("name", slow_except(ALL_FORMS, "q5_k", "fp8"))
+def test_all_forms_lower_for_cuda(name, rows):
+    assert_lowers(ALL_FORMS[name], (6144, 4096), rows, "bfloat16")
+
+
+def assert_lowers(form, shape, rows, dtype):
+    x = jax.ShapeDtypeStruct((rows, shape[1]), jnp.bfloat16)
     multiply = jax.jit(mosaic.quantized_product, static_argnames="dtype")
-    traced = multiply.trace(spec((rows, width), jnp.bfloat16), matrix, dtype=dtype)
+    traced = multiply.trace(x, form.arrays(*shape), dtype=dtype)
     assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
 def problem_of(rows, out, width, cluster, blocks=132):
     row_tile = next((size for size in ROW_TILES if rows <= size), ROW_TILES[-1])
     rows = -(-rows // 8) * 8
-    return Problem(rows, out, width, row_tile, cluster, 4, blocks, jnp.dtype("bfloat16"), False)
+    given = rows, out, width, row_tile, cluster, 4, blocks, jnp.dtype("bfloat16"), False
+    return Problem(FORMS["q8_0"], *given)
 
 
 def busiest(p):
@@ -229,23 +240,41 @@ def test_programs_cover_the_product_exactly_once(rows, cluster, monkeypatch):
         assert (done == 1).all()
 
 
-def test_numbers_are_exact_in_their_bytes_and_scales():
-    """Repeats the kernel's instructions: all bytes, in both positions of two, and many scales."""
-    numbers = np.arange(-128, 128)
-    pairs = np.stack([numbers, np.roll(numbers, 77)], 1).astype(np.int8)
-    words = pairs.view(np.uint16)[:, 0].astype(np.uint32) ^ SIGNS
-    # prmt: each digit of the selector picks one of the four bytes of a word, or of the other word
-    sources = np.stack([words, np.full_like(words, EXPONENT)], 1).view(np.uint8)
-    digits = [[selector >> 4 * nth & 7 for nth in range(4)] for selector in SELECTORS]
-    made = np.stack([sources[:, own].copy().view(np.float32)[:, 0] for own in digits], 1)
-    np.testing.assert_array_equal(made, OFFSET + pairs)
-    scales = np.arange(2**16, dtype=np.uint16).view(np.float16)
-    scales = scales[np.isfinite(scales)].astype(np.float32)
-    offsets = np.float32(-OFFSET) * scales
-    np.testing.assert_array_equal(offsets, -OFFSET * scales.astype(np.float64))
-    some = scales[::97, None].astype(np.float64)
-    fused = made[:, 0].astype(np.float64) * some + offsets[::97, None]  # exact in float64
-    np.testing.assert_array_equal(fused, numbers * some)
+def in_shared_memory(name, array):
+    """The first 64 columns of an array of 64 rows, as TMA copies them."""
+    if out_axis(name) == 1:
+        return array[: max(len(array) // 4, 1)]
+    array = np.ascontiguousarray(array[:, : max(array.shape[1] // 4, 16)])
+    if name == "high":
+        return array
+    # groups of 16 bytes change places by their address: the three bits above those of a line of
+    # 128 bytes are added to the lowest, of those that a row has
+    segments = array.shape[1] // 16
+    place = np.arange(segments) ^ (np.arange(64) * segments // 8 % segments)[:, None]
+    made = np.empty_like(array).reshape(64, segments, 16)
+    np.put_along_axis(made, place[..., None], array.reshape(made.shape), 1)
+    return made.reshape(array.shape)
+
+
+@pytest.mark.parametrize("name", ALL_FORMS)
+def test_kernels_instructions_widen_codes(name):
+    form, (_, matrix) = ALL_FORMS[name], Case(name, out=64, form=name).build()
+    matrix = {key: np.asarray(array) for key, array in matrix.items()}
+    chunk = {key: in_shared_memory(key, array) for key, array in matrix.items()}
+
+    def build(refs, block):
+        for key in refs.keys() & {"values", "high"}:
+            refs[key] = Bytes(mgpu.utils.memref_ptr(refs[key]), chunk[key].shape[1])
+        return block_registers(form, refs, block)
+
+    got, thread = np.zeros((64, 64)), np.arange(128)
+    row, column = thread // 32 * 16 + thread % 32 // 4, thread % 4 * 2
+    for block in range(2):
+        for nth, pair in enumerate(mlir_threads.run(partial(build, block=block), chunk)):
+            at = 32 * block + nth // 2 * 8 + column
+            got[row + 8 * (nth % 2), at], got[row + 8 * (nth % 2), at + 1] = pair.T
+    wanted, apart = (numbers[:, :64] for numbers in in_bfloat16(matrix, form))
+    assert (np.abs(got - wanted) <= apart).all()
 
 
 def test_parts_keep_all_programs_busy():
@@ -260,6 +289,8 @@ def test_wrong_calls_are_refused():
     rows, blocks = np.zeros((4097, 256), np.float32), Case("given").build()[1]
     mosaic_alone, triton = {"implementation": "mosaic"}, {"implementation": "triton"}
     narrow, odd = (Case("narrow", (5,), width=width).build() for width in (608, 576))
+    five = {name: np.zeros(x.shape, x.dtype) for name, x in Form(5, 32).arrays(192, 320).items()}
+    floats = Case("floats", (4,), form="fp8").build()
     for x, matrix, options, message in (
         (
             rows[:2],
@@ -271,7 +302,9 @@ def test_wrong_calls_are_refused():
         (rows[:2], blocks, mosaic_alone, "takes 3 to 4096 rows, not 2"),
         (rows[:3], blocks, mosaic_alone, "takes bfloat16, not float32"),
         (rows[:5], blocks, triton, "takes 1 to 4 rows, not 5"),
-        (*narrow, mosaic_alone, "an output size and a width that 64 divides, not 192 and 608"),
+        (narrow[0][:, :320], five, mosaic_alone, "a width that 128 divides, not 192 and 320"),
+        (*floats, mosaic_alone, "more than 4 rows of a matrix of floats, not 4"),
+        (*narrow, mosaic_alone, "that 64 divides and a width that 64 divides, not 192 and 608"),
         (
             odd[0][:4],
             odd[1],

@@ -10,8 +10,10 @@ import pytest
 from jsparse.pallas_kernels.dispatch import no_mosaic
 from jsparse.pallas_kernels.quantized_product import quantized_product
 from jsparse.pallas_kernels.quantized_product.mosaic import takes_few
+from jsparse.pallas_kernels.weight_blocks import out_axis
 from jsparse.parts import total
-from tests.kernels.cases.quantized_product import CASES, OTHERS, Case
+from tests.kernels.cases.quantized_product import ALL_FORMS, CASES, OF_FORMS, OTHERS, Case
+from tests.support.block_numbers import in_bfloat16, numbers_of
 
 pytestmark = pytest.mark.gpu
 # products of Llama 3.1 8B, SmolLM2 and half of a 70B
@@ -22,10 +24,20 @@ LARGE = [
     for out, width in SHAPES
     for rows in (1, 4, 16, 32, 50, 256, 700)
 ]
+LARGE += [
+    Case(f"{case.form}_{out}x{width}", (rows,), out, width, form=case.form)
+    for case in OF_FORMS
+    for out, width in ((3072, 4096), (256, 14336))
+    for rows in (1, 2, 3, 4, 16, 32, 50, 700)
+]
+LARGE += [Case(f"{case.form}_float16", (2,), dtype="float16", form=case.form) for case in OF_FORMS]
 LARGE += [Case("long", (2500,), 4096, 4096), Case("longest", (4096,), 960, 576)]
 TAKES = {
     "mosaic": lambda case, rows: (
-        ((2 < rows <= 4 and case.width % 128 == 0) or 4 < rows <= 4096)
+        (
+            (2 < rows <= 4 and case.width % 128 == 0 and not ALL_FORMS[case.form].floats)
+            or 4 < rows <= 4096
+        )
         and case.dtype == "bfloat16"
         and case.width % 64 == 0
         and case.out % 64 == 0
@@ -34,7 +46,7 @@ TAKES = {
 }
 GIVEN = [
     pytest.param(case, name, id=f"{case.name}-{case.batch}-{name}")
-    for case in (*CASES, *OTHERS, *LARGE)
+    for case in (*CASES, *OTHERS, *OF_FORMS, *LARGE)
     for name, takes in TAKES.items()
     if takes(case, int(np.prod(case.batch)))
 ]
@@ -50,18 +62,21 @@ def test_matches_the_float64_product(case, implementation):
     assert np.isfinite(np.asarray(got)).all()
     # some rows of large matrices: those at the edges of programs, and others
     some = np.arange(0, case.out, max(case.out // 500, 1) | 1)
-    scales = np.asarray(matrix["scales"], np.float64)[:, some]
-    numbers = np.asarray(matrix["values"])[some] * np.repeat(scales, 32, axis=0).T
+    form, rows = ALL_FORMS[case.form], x.reshape(-1, x.shape[-1])
+    of_some = {name: np.take(array, some, out_axis(name)) for name, array in matrix.items()}
+    numbers, sizes = numbers_of(of_some, form)
     # the kernel for many rows rounds the matrix to bfloat16, the others round x to fixed point
-    many = implementation == "mosaic" and not takes_few(x.reshape(-1, x.shape[-1]), matrix)
+    many, apart = implementation == "mosaic" and not takes_few(rows, matrix), 0.0 * numbers
     if many:
-        numbers = np.asarray(jnp.asarray(numbers, jnp.float32).astype(jnp.bfloat16), np.float64)
+        numbers, apart = in_bfloat16(of_some, form)
+        sizes = np.abs(numbers)
     x = np.asarray(x, np.float64)
-    terms = np.abs(x) @ np.abs(numbers).T
+    terms = np.abs(x) @ sizes.T
     off = np.abs(np.asarray(got, np.float64)[..., some] - x @ numbers.T)
     allowed = 2.0**-20 * terms
     if many:  # tensor cores truncate sums: the more terms, the larger the error
         allowed *= max(case.width / 2**13, 1)
+        allowed += np.abs(x) @ apart.T
     else:  # by half a unit of each block
         blocks = np.abs(x).reshape(*x.shape[:-1], -1, 32).max(-1)
         unit = 2.0 ** (np.floor(np.log2(blocks)) - (22 if case.dtype == "float32" else 14))
@@ -92,11 +107,14 @@ PARTS = [
     ("mosaic", 32, [(0, 17), (2, 25)]),
     ("triton", 4, [(0, 1), (1, 3)]),
 ]
+OF_SHAPES = [(*shape, "q8_0") for shape in ((4096, 14336), (960, 576), (192, 96), (192, 640))]
+OF_SHAPES += [(1536, 4096, name) for name in ("q4_k", "q5_k", "q6_k", "awq", "fp8")]
 SAME = [
     pytest.param(*parts, shape, id=f"{parts[0]}-{parts[1]}-{shape}")
     for parts in PARTS
-    for shape in ((4096, 14336), (960, 576), (192, 96), (192, 640))
-    if parts[0] == "triton" or shape[1] % 128 == 0  # with few rows
+    for shape in OF_SHAPES
+    # with few rows
+    if parts[0] == "triton" or (shape[1] % 128 == 0 and not ALL_FORMS[shape[2]].floats)
 ]
 
 
@@ -104,7 +122,8 @@ SAME = [
 def test_rows_have_the_same_bits_alone_and_in_a_batch(implementation, most, parts, shape):
     if implementation == "mosaic" and (reason := no_mosaic()):
         pytest.skip(reason)
-    x, matrix = Case("many", (most,), *shape).build()
+    out, width, form = shape
+    x, matrix = Case("many", (most,), out, width, form=form).build()
     # blocks of zeros, of small numbers, and of the largest ones
     x = x.at[:, :32].set(0).at[:, 32:64].multiply(2.0**-110).at[2, 70].set(255.0)
     together = product(x, matrix, implementation=implementation).astype(jnp.float32)
