@@ -31,7 +31,7 @@ from jsparse.pallas_kernels.row_gather.api import row_gather
 from jsparse.pallas_kernels.runs_to_tokens.api import runs_to_tokens
 from jsparse.pallas_kernels.skinny_product.api import skinny_product
 from jsparse.pallas_kernels.threshold_select import Budget, TopK, TopP, threshold_select
-from jsparse.pallas_kernels.weight_blocks import BLOCK, Blocks
+from jsparse.pallas_kernels.weight_blocks import FORMS
 from jsparse.selection import Selection
 
 PAGE, GROUP = 16, 4
@@ -59,6 +59,7 @@ ROW_OPS: dict[str | None, Any] = {
     "gate": (gated_product, {}, "separate"),
 }
 EXPERTS, EXPERTS_OF_ROW = 128, 8  # of Qwen3 30B-A3B
+FORM_ROWS = (1, 8, 512, 4096)  # rows of products in several formats
 MANY = 16  # minimum rows of products that have others for comparison
 # of a layer of Llama 3.1 8B
 PRODUCTS = (("qkv", 6144, 4096), ("o", 4096, 4096), ("gate|up", 28672, 4096), ("down", 4096, 14336))
@@ -98,8 +99,10 @@ def jobs(*, on_gpu: bool, max_calls: int, shrink: int = 1) -> list[Job]:
     for rows in (1, 8, 32, 64, 512, 1024, 2048, 4096):
         for what, out, width in PRODUCTS:
             product = "reference" if not on_gpu else "triton" if rows == 1 else "mosaic"
-            sizes = (rows, max(out // shrink // 64, 1) * 64, max(width // shrink // 128, 1) * 128)
-            made.append(_product(product, f"8-bit {what} b{rows}", *sizes, max_calls))
+            sizes = (rows, max(out // shrink // 64, 1) * 64, max(width // shrink // 256, 1) * 256)
+            for form in ("q8_0", "q4_k", "q6_k") if rows in FORM_ROWS else ("q8_0",):
+                kind = "8-bit" if form == "q8_0" else form
+                made.append(_product(product, f"{kind} {what} b{rows}", form, *sizes, max_calls))
     for what, out, width, before in ROW_PRODUCTS:
         sizes = out // shrink, width // shrink, max_calls
         made += [_row(name, what, each, *sizes) for each in dict.fromkeys((None, before))]
@@ -158,26 +161,30 @@ def _row(name: str, what: str, before: str | None, out: int, width: int, max_cal
     return Job(f"{before}, {what} b1" if before else f"{what} b1", nbytes, build, of)
 
 
-def _product(name: str, case: str, rows: int, out: int, width: int, max_calls: int) -> Job:
-    """Returns a product of some rows with a matrix in 8-bit blocks.
+def _product(
+    name: str, case: str, form: str, rows: int, out: int, width: int, max_calls: int
+) -> Job:
+    """Returns a product of some rows with a matrix in blocks.
 
     With many rows, it is compared with a product that first widens the matrix, and with one in
     bf16.
     """
-    nbytes = out * width + 2 * out * width // BLOCK
+    arrays, nbytes = FORMS[form].arrays(out, width), FORMS[form].nbytes(out, width)
     calls = min(max(-(-ROTATED_BYTES // nbytes), 4), 32, max_calls)
 
-    def values(seed: int) -> jax.Array:
-        return jax.random.randint(jax.random.key(seed), (out, width), -127, 128, jnp.int8)
+    def matrix(seed: int) -> Any:
+        made = {}
+        for name, spec in arrays.items():
+            if spec.dtype == jnp.float16:
+                made[name] = jnp.full(spec.shape, 0.02 / 73, spec.dtype)
+            else:
+                bits = jax.random.bits(jax.random.key(seed), spec.shape, jnp.uint8)
+                made[name] = jax.lax.bitcast_convert_type(bits, spec.dtype)
+        return made
 
     def build():
-        scales = [jnp.full((width // BLOCK, out), 0.02 / 73, jnp.float16) for _ in range(calls)]
-        matrices = [Blocks(values=values(n), scales=own) for n, own in enumerate(scales)]
         wide = [random(n, (width, out)) if rows > MANY else None for n in range(calls)]
-        return None, [
-            (random(n, (rows, width)), *two)
-            for n, two in enumerate(zip(matrices, wide, strict=True))
-        ]
+        return None, [(random(n, (rows, width)), matrix(n), wide[n]) for n in range(calls)]
 
     def op(implementation: str) -> Contender:
         return in_turn(lambda _, one: quantized_product(*one[:2], implementation=implementation))
