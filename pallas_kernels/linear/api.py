@@ -9,13 +9,17 @@ from jaxtyping import Array, Float
 from jsparse.pallas_kernels.checked import check_dtypes, checked
 from jsparse.pallas_kernels.dispatch import no_triton
 from jsparse.pallas_kernels.quantized_product import quantized_product
-from jsparse.pallas_kernels.quantized_product.api import check_blocks, wide_with_small_codes
+from jsparse.pallas_kernels.quantized_product.api import (
+    check_blocks,
+    no_tensor_cores,
+    wide_with_small_codes,
+)
 from jsparse.pallas_kernels.quantized_product.reference import (
     quantized_product as reference_of_blocks,
 )
 from jsparse.pallas_kernels.skinny_product import skinny_product
 from jsparse.pallas_kernels.skinny_product.api import no_row_product
-from jsparse.pallas_kernels.weight_blocks import Blocks
+from jsparse.pallas_kernels.weight_blocks import Blocks, form_of
 
 Matrix = Float[Array, "in out"] | Blocks
 
@@ -69,4 +73,6 @@ def no_one_launch(x: Float[Array, "*batch numbers"], matrix: Matrix, *_: Any) ->
         return no_row_product(x, matrix)
     if math.prod(x.shape[:-1]) != 1:
         return f"takes one row, not {list(x.shape[:-1])}"
+    if form_of(matrix).bits < 8 and no_tensor_cores(1, x.dtype, matrix) is None:
+        return "takes codes of 8 bits: smaller ones are faster in tensor cores, on their own"
     return wide_with_small_codes(x, matrix) or no_triton()

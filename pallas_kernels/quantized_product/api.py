@@ -15,7 +15,7 @@ from jsparse.parts import total
 # with tensor cores; for more, it is faster to widen the matrix and multiply with XLA
 MAX_ROWS = 4096
 MAX_FEW_ROWS = 4  # without tensor cores
-FASTER_WITHOUT = 2  # maximum rows that are faster without tensor cores
+FASTER_WITHOUT = 1  # maximum rows that are faster without tensor cores, with codes of 8 bits
 
 
 def _mosaic():
@@ -24,15 +24,17 @@ def _mosaic():
     return mosaic.quantized_product
 
 
-def _no_tensor_cores(x: Float[Array, "rows in"], matrix: Blocks, *, dtype: Any) -> str | None:
-    if not FASTER_WITHOUT < len(x) <= MAX_ROWS:
-        return f"takes {FASTER_WITHOUT + 1} to {MAX_ROWS} rows, not {len(x)}"
-    if x.dtype != jnp.bfloat16:
-        return f"takes bfloat16, not {x.dtype}"
+def no_tensor_cores(rows: int, dtype: Any, matrix: Blocks) -> str | None:
+    """Returns why tensor cores cannot, or should not, multiply rows of a dtype, or None."""
     form, (out, width) = form_of(matrix), (len(matrix["values"]), width_of(matrix))
-    if len(x) <= MAX_FEW_ROWS and form.floats:
-        return f"takes more than {MAX_FEW_ROWS} rows of a matrix of floats, not {len(x)}"
-    if len(x) <= MAX_FEW_ROWS and width % 128:
+    least = 1 if form.bits < 8 else FASTER_WITHOUT + 1
+    if not least <= rows <= MAX_ROWS:
+        return f"takes {least} to {MAX_ROWS} rows, not {rows}"
+    if dtype != jnp.bfloat16:
+        return f"takes bfloat16, not {dtype}"
+    if rows <= MAX_FEW_ROWS and form.floats:
+        return f"takes more than {MAX_FEW_ROWS} rows of a matrix of floats, not {rows}"
+    if rows <= MAX_FEW_ROWS and width % 128:
         return f"takes more than {MAX_FEW_ROWS} rows, or a width that 128 divides, not {width}"
     # rows of 16 bytes, also of the fifth bits
     multiple = 128 if form.bits == 5 else 64
@@ -42,6 +44,10 @@ def _no_tensor_cores(x: Float[Array, "rows in"], matrix: Blocks, *, dtype: Any) 
             f"and {width}"
         )
     return no_mosaic()
+
+
+def _no_tensor_cores(x: Float[Array, "rows in"], matrix: Blocks, *, dtype: Any) -> str | None:
+    return no_tensor_cores(len(x), x.dtype, matrix)
 
 
 def _triton():
@@ -102,7 +108,7 @@ def quantized_product(
         dtype: the type of the result, by default that of x. Sums are float32.
         in_parts: whether the product may be returned in float32 parts, along a leading axis, for
             the caller to add (jsparse.parts).
-        implementation: "mosaic" (Hopper's tensor cores, 3 to 4096 rows of bfloat16), "triton" (any
+        implementation: "mosaic" (Hopper's tensor cores, up to 4096 rows of bfloat16), "triton" (any
             NVIDIA GPU, 1 to 4 rows), "reference", or None to choose.
 
     Raises:

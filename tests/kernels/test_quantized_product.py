@@ -73,18 +73,18 @@ def in_fixed_point(x):
 
 
 def test_fixed_point_numbers_have_two_digits_of_a_byte():
-    x = np.asarray(Case("given", batch=(5,), width=640).build()[0], np.float64)
+    x = np.asarray(Case("given", batch=(8,), width=640).build()[0], np.float64)
     x[0, 5], x[3, 100], x[4, 3] = jnp.finfo(jnp.bfloat16).max, 255, -255
     x[1, 32:64], x[2, :32], x[2, 7] = 2.0**-60, 0, 1.9921875 * 2.0**-90
     given = jnp.asarray(x, jnp.bfloat16)
     digits, units, _ = fixed_point(given, Digits(8))
     integers, unit = in_fixed_point(given)
-    got = 256 * np.asarray(digits[:5], np.int32) + digits[5:]
+    got = 256 * np.asarray(digits[:8], np.int32) + digits[8:]
     np.testing.assert_array_equal(got.reshape(integers.shape), integers)
     np.testing.assert_array_equal(units.T, unit)
     digits, units, _ = fixed_point(given.at[1].set(0), Digits(8))
     assert not digits[1].any()
-    assert not digits[6].any()
+    assert not digits[9].any()
     assert np.isfinite(units).all()
     lost = fixed_point(given.at[1, 32].set(np.nan).at[2, 65].set(-np.inf), Digits(8))[1]
     assert np.argwhere(np.isnan(lost)).tolist() == [[1, 1], [2, 2]]
@@ -103,9 +103,28 @@ def test_few_rows_in_fixed_point_round_only_sums(case, how):
 INTEGERS = [case for case in OF_FORMS if case.form != "fp8"]
 
 
+@pytest.mark.parametrize("segment", [16, 32])
+@pytest.mark.parametrize("rows", [1, 2, 4])
+def test_digits_of_few_rows_are_diagonal(rows, segment):
+    """A product's columns 2 (rows · class + row) and the next are those of a class's segments."""
+    x = Case("given", batch=(rows,), width=256).build()[0]
+    digits, _, sums = fixed_point(x, Digits(rows, segment, sums=3))
+    integers, unit = in_fixed_point(x)
+    of_segments = integers.reshape(rows, -1, segment)
+    wanted = 3 * of_segments.sum(-1) * np.repeat(unit, 32 // segment, -1)
+    np.testing.assert_array_equal(sums.T, wanted)
+    classes, wide = 4 // rows, np.asarray(digits, np.int32).reshape(4 // rows, rows, 2, -1, segment)
+    for nth in range(256 // segment):
+        for of_class in range(classes):
+            got = 256 * wide[of_class, :, 0, nth] + wide[of_class, :, 1, nth]
+            own = nth % classes == of_class
+            np.testing.assert_array_equal(got, of_segments[:, nth] if own else 0 * got)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 7])
 @pytest.mark.parametrize("case", slow_except_named(INTEGERS, "mixed"), ids=str)
-def test_few_rows_of_all_forms_round_only_sums(case):
-    x, matrix = case.build()
+def test_few_rows_of_all_forms_round_only_sums(case, rows):
+    x, matrix = replace(case, batch=(rows,)).build()
     got = total(mosaic_few.few_rows(x, matrix, interpret=True), 2, jnp.float32)
     integers, unit = in_fixed_point(x)
     assert is_close(got, (integers * unit[..., None]).reshape(x.shape), case, matrix, 2.0**-20)
@@ -298,8 +317,8 @@ def test_wrong_calls_are_refused():
             {},
             "matrix: 7 scales of a row must be one per 16, 32, 64 or 128 of 256 columns",
         ),
-        (rows, blocks, mosaic_alone, "takes 3 to 4096 rows, not 4097"),
-        (rows[:2], blocks, mosaic_alone, "takes 3 to 4096 rows, not 2"),
+        (rows, blocks, mosaic_alone, "takes 2 to 4096 rows, not 4097"),
+        (rows[:1], blocks, mosaic_alone, "takes 2 to 4096 rows, not 1"),
         (rows[:3], blocks, mosaic_alone, "takes bfloat16, not float32"),
         (rows[:5], blocks, triton, "takes 1 to 4 rows, not 5"),
         (narrow[0][:, :320], five, mosaic_alone, "a width that 128 divides, not 192 and 320"),
