@@ -1,18 +1,19 @@
 # pyright: reportCallIssue=false, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
 """Widens a matrix's codes to bfloat16 in registers, for tensor cores, in Mosaic GPU.
 
-Tensor cores wait for a good part of this, so every instruction counts. Integers become unsigned
-bytes, half of their range higher: two to a word, or four if they are smaller than a byte, whose
-bits are masked and shifted together. An instruction puts a byte into the mantissa of a float32 with
-the exponent of 2^7, or of 2^15 for codes of 8 bits. A fused multiply-add multiplies the sum by the
-scale, and its addend removes the constant and has the group's offset. Another instruction rounds
-two numbers. Codes that are floats are converted to float16 and float32, two at a time.
+Tensor cores wait for a good part of this, so every instruction counts. An instruction puts a code
+into the mantissa of a float32, half of its range higher, so that it is not negative. The exponent
+depends on the place of the code in its word: the float32 is 2^15 + half + code for 8 bits, and 2^8
+or 2^4 + half + code for 4 bits. Codes of 5 and 6 bits become bytes first, four to a word, and then
+2^7 + half + code. A fused multiply-add multiplies this by the scale, and its addend removes the
+constant and has the group's offset. Another instruction rounds two numbers. Codes that are floats
+are converted to float16 and float32, two at a time.
 
 Before the last rounding, numbers without an offset are exactly scale · code, for scales of 16 bits
 or an integer times a factor; codes that are floats are multiplied in float32. In other cases the
-addend has to be rounded to float32: below 2^8 times the scale, it is off by at most 2^-17 times the
-scale, else by 2^-24 of itself. 2^15 would be too large for this, so it is subtracted separately
-from codes of 8 bits.
+addend is rounded to float32: below 2^9 times the scale, it is off by at most 2^-16 times the scale,
+else by 2^-24 of itself. 2^15 would be too large for this, so it is subtracted separately from codes
+of 8 bits.
 """
 
 from typing import Any, NamedTuple
@@ -39,26 +40,10 @@ from jsparse.pallas_kernels.weight_blocks import BLOCK, SUPER, Form
 LINES, SEGMENT = 8, 16  # rows of a tile of shared memory; bytes that are swizzled together
 EACH = 0x01010101  # the lowest bit of each byte
 JOINED = 0x5410  # of prmt: two bytes of a word, then two of another
-
-
-class Base(NamedTuple):
-    """A float32 with room for a byte in its mantissa.
-
-    Attributes:
-        number: the float32.
-        bits: its bits.
-        selector: of prmt, to put the first byte of a word into the mantissa.
-        step: what to add to the selector for the next byte.
-    """
-
-    number: float
-    bits: int
-    selector: int
-    step: int
-
-
-SMALL = Base(2.0**7, 0x43000000, 0x7044, 0x100)
-LARGE = Base(2.0**15, 0x47000000, 0x7604, 0x10)
+# the exponents of the float32 of a code: of 8 bits; of 4 bits, in the first and the second half of
+# a block; of a byte with a smaller code, and prmt's selector of the first such byte
+LARGE, FIRST, SECOND, SMALL = 15, 8, 4, 7
+SELECTOR = 0x7044
 
 
 def widened(form: Form, chunk: dict[str, Any]) -> list[Any]:
@@ -91,7 +76,7 @@ def widened(form: Form, chunk: dict[str, Any]) -> list[Any]:
 
 
 class Bytes(NamedTuple):
-    """Rows of bytes in shared memory, swizzled over their width."""
+    """Rows of bytes in shared memory, swizzled over their width if it is more than a segment."""
 
     memory: Any
     width: int
@@ -118,66 +103,105 @@ def block_registers(form: Form, stored: dict[str, Any], block: int) -> list[Any]
     row, column = position()
     of_rows = []
     for own in (row, plus(row, LINES)):
-        pairs, above = _codes(form, stored, own, column, block)
-        factors = [
-            _factors(form, stored, own, block * BLOCK + first, above)
-            for first in range(0, BLOCK, min(form.group, BLOCK))
-        ]
-        per = len(pairs) // len(factors)  # pairs of a group
-        of_rows.append([_products(pair, *factors[nth // per]) for nth, pair in enumerate(pairs)])
+        made, factors = [], None
+        for half, (codes, above) in enumerate(_halves(form, stored, own, column, block)):
+            if factors is None or form.group < BLOCK:
+                first = block * BLOCK + half * BLOCK // 2
+                factors = _scale_and_offset(form, stored, own, first)
+            addend = _addend(*factors, above)
+            made += [_products(codes[nth : nth + 2], factors[0], addend) for nth in (0, 2)]
+        of_rows.append(made)
     return [number for both in zip(*of_rows, strict=True) for number in both]
 
 
-def _codes(
+def _halves(
     form: Form, stored: dict[str, Any], row: Any, column: Any, block: int
-) -> tuple[list[list[Any]], float]:
-    """Returns a row's four pairs of codes as float32, and the constant that they are too large by.
+) -> list[tuple[list[Any], float]]:
+    """Returns a row's codes of each half of a block as float32, and by how much they are too large.
 
-    If the matrix has mins, half of the codes' range is not part of the constant.
+    If the matrix has mins, half of the codes' range belongs to the codes.
     """
-    values = stored["values"]
-    if form.bits < 8:
-        words, base = _small_codes(form, stored, row, column, block), SMALL
-    else:
-        places = range(block * BLOCK, (block + 1) * BLOCK, BLOCK // 4)
-        words, base = [values.load_two(row, at, column) for at in places], LARGE
-        if form.floats:
-            return [_float_codes(word) for word in words], 0.0
-        words = [arith.xori(word, constant(word, 0x8080)) for word in words]
-    count = 8 // len(words)  # codes in a word
-    codes = [_in_mantissa(word, base, nth) for word in words for nth in range(count)]
-    above = base.number + (0 if form.mins else form.half)
-    if form.bits == 8 and (form.mins or form.supers or form.scales == "float32"):
-        codes = [arith.addf(code, constant(code, -above)) for code in codes]
-        above = 0.0
-    return [codes[nth : nth + 2] for nth in range(0, 8, 2)], above
-
-
-def _small_codes(
-    form: Form, stored: dict[str, Any], row: Any, column: Any, block: int
-) -> list[Any]:
-    """Returns a row's codes as bytes: four of the block's first half and four of its second."""
-    loaded = [
-        stored["values"].load_two(row, block * BLOCK // 2 + at, column) for at in (0, BLOCK // 4)
+    nbytes = BLOCK if form.bits == 8 else BLOCK // 2
+    words = [
+        stored["values"].load_two(row, block * nbytes + at, column)
+        for at in range(0, nbytes, BLOCK // 4)
     ]
-    word = mgpu.utils.prmt(*loaded, constant(loaded[0], JOINED))
-    words = [_masked(word, 15), _masked(_right(word, 4), 15)]
-    if form.bits > 4:
-        # columns 8 further have bits 4 further, which are moved to bytes of their own
-        nbytes = 4 * (form.bits - 4)  # of a block
-        left = arith.subi(constant(column, 4), times(divided(column, 4)[0], 2))
-        above = []
-        for at in range(0, nbytes, 4):
-            two = stored["high"].load_two(row, block * nbytes + at, remainder(column, 4))
-            two = arith.shli(two, left)
-            above.append(arith.ori(two, arith.shli(two, constant(two, 12))))
-        if form.bits == 5:  # the bits of the second half follow those of the first
-            above.append(_right(above[0], 1))
-        highest = form.half * 2 - 16
-        words = [
-            arith.ori(low, _masked(high, highest)) for low, high in zip(words, above, strict=True)
+    if form.floats:
+        codes = [code for word in words for code in _float_codes(word)]
+        return [(codes[:4], 0.0), (codes[4:], 0.0)]
+    half = 0 if form.mins else form.half
+    if form.bits == 4:
+        return [
+            ([_placed(word, at + n, to, 4) for word in words for n in (0, 8)], 2.0**to + half)
+            for at, to in ((0, FIRST), (4, SECOND))
         ]
-    return [arith.xori(word, constant(word, form.half * EACH)) for word in words]
+    if form.bits < 8:
+        words = _whole_codes(form, words, stored["high"], row, column, block)
+        return [([_byte(word, n) for n in range(4)], 2.0**SMALL + half) for word in words]
+    codes, above = [_placed(word, n, LARGE, 8) for word in words for n in (0, 8)], 2.0**LARGE + half
+    if form.mins or form.supers or form.scales == "float32":
+        codes, above = [arith.addf(code, constant(code, -above)) for code in codes], 0.0
+    return [(codes[:4], above), (codes[4:], above)]
+
+
+def _float_codes(word: Any) -> list[Any]:
+    """Returns two float8 numbers as float32."""
+    two = arith.trunci(ir.IntegerType.get_signless(16), word)
+    made = mgpu.utils.inline_ptx("cvt.rn.f16x2.e4m3x2 $0, $1;", two, result_types=word.type)
+    made = llvm.bitcast(ir.VectorType.get((2,), ir.F16Type.get()), made)
+    return [arith.extf(ir.F32Type.get(), vector.extract(made, [], [nth])) for nth in range(2)]
+
+
+def _placed(word: Any, at: int, exponent: int, bits: int) -> Any:
+    """Returns 2^exponent plus the code at a bit of a word, as float32."""
+    unit = 23 - exponent  # the bit of 1
+    moved = arith.shli(word, constant(word, unit - at)) if unit > at else word
+    code = constant(word, (1 << bits) - 1 << unit)
+    # flips the sign of the code, which adds half of the range
+    flipped = constant(word, 127 + exponent << 23 | 1 << unit + bits - 1)
+    return arith.bitcast(ir.F32Type.get(), _and_xor(moved, code, flipped))
+
+
+def _and_xor(x: Any, y: Any, z: Any) -> Any:
+    """Returns (x & y) ^ z in one instruction; the compiler takes two for constants."""
+    return mgpu.utils.inline_ptx("lop3.b32 $0, $1, $2, $3, 0x6A;", x, y, z, result_types=x.type)
+
+
+def _byte(word: Any, nth: int) -> Any:
+    """Returns 2^7 plus the nth byte of a word, as float32."""
+    exponent, selector = (constant(word, n) for n in (127 + SMALL << 23, SELECTOR + 0x100 * nth))
+    return arith.bitcast(ir.F32Type.get(), mgpu.utils.prmt(word, exponent, selector))
+
+
+def _whole_codes(
+    form: Form, words: list[Any], high: Bytes, row: Any, column: Any, block: int
+) -> list[Any]:
+    """Returns codes of 5 or 6 bits as bytes, a word for each half of a block.
+
+    Args:
+        form: the format of the matrix.
+        words: two words with the lowest bits of two columns of each half.
+        high: the other bits.
+        row: the row.
+        column: the first column.
+        block: the index of the block.
+    """
+    # columns 8 further have bits 4 further, which are moved to bytes of their own
+    nbytes = 4 * (form.bits - 4)  # of a block
+    left = arith.subi(constant(column, 4), times(divided(column, 4)[0], 2))
+    signs = EACH << 4 | EACH << 5 if form.bits == 5 else EACH << 5
+    above = []
+    for at in range(0, nbytes, 4):
+        two = arith.shli(high.load_two(row, block * nbytes + at, remainder(column, 4)), left)
+        both = arith.ori(two, arith.shli(two, constant(two, 12)))
+        above.append(arith.xori(both, constant(both, signs)))
+    if form.bits == 5:  # the bits of the second half follow those of the first
+        above.append(_right(above[0], 1))
+    low = mgpu.utils.prmt(*words, constant(words[0], JOINED))
+    return [
+        arith.ori(_masked(four, 15), _masked(others, 2 * form.half - 16))
+        for four, others in zip((low, _right(low, 4)), above, strict=True)
+    ]
 
 
 def _right(word: Any, bits: int) -> Any:
@@ -189,33 +213,8 @@ def _masked(word: Any, byte: int) -> Any:
     return arith.andi(word, constant(word, byte * EACH))
 
 
-def _in_mantissa(word: Any, base: Base, nth: int) -> Any:
-    """Returns a base plus the nth byte of a word."""
-    selector = constant(word, base.selector + nth * base.step)
-    made = mgpu.utils.prmt(word, constant(word, base.bits), selector)
-    return arith.bitcast(ir.F32Type.get(), made)
-
-
-def _float_codes(word: Any) -> list[Any]:
-    """Returns two float8 numbers as float32."""
-    two = arith.trunci(ir.IntegerType.get_signless(16), word)
-    made = mgpu.utils.inline_ptx("cvt.rn.f16x2.e4m3x2 $0, $1;", two, result_types=word.type)
-    made = llvm.bitcast(ir.VectorType.get((2,), ir.F16Type.get()), made)
-    return [arith.extf(ir.F32Type.get(), vector.extract(made, [], [nth])) for nth in range(2)]
-
-
-def _factors(
-    form: Form, stored: dict[str, Any], row: Any, column: int, above: float
-) -> tuple[Any, Any]:
-    """Returns a group's scale, and the addend of its products, or None.
-
-    Args:
-        form: the format of the matrix.
-        stored: references to the arrays of scales and mins.
-        row: the row.
-        column: the group's column in the chunk.
-        above: the constant that codes are too large by.
-    """
+def _scale_and_offset(form: Form, stored: dict[str, Any], row: Any, column: int) -> tuple[Any, Any]:
+    """Returns the scale and the offset, or None, of the group of a row that has this column."""
 
     def number(name: str, columns: int) -> Any:
         place = arith.constant(ir.IndexType.get(), column // columns)
@@ -224,13 +223,17 @@ def _factors(
     scale = number("scales", form.group)
     if form.supers:
         scale = arith.mulf(scale, number("super_scales", SUPER))
-    if not above and not form.mins:
+    if not form.mins:
         return scale, None
-    addend = arith.mulf(scale, constant(scale, -above))
-    if form.mins:
-        factor = number("super_mins", SUPER) if form.supers else scale
-        addend = math.fma(number("mins", form.group), arith.negf(factor), addend)
-    return scale, addend
+    factor = number("super_mins", SUPER) if form.supers else scale
+    return scale, arith.mulf(number("mins", form.group), factor)
+
+
+def _addend(scale: Any, offset: Any, above: float) -> Any:
+    """Returns the number that removes a constant, times the scale, and the offset, or None."""
+    if offset is None:
+        return arith.mulf(scale, constant(scale, -above)) if above else None
+    return math.fma(scale, constant(scale, -above), arith.negf(offset))
 
 
 def _as_float(x: Any) -> Any:

@@ -123,6 +123,7 @@ ARITHMETIC = {
 }
 PTX = {
     "prmt.b32": _prmt,
+    "lop3.b32": lambda x, y, z: (x & y) ^ z,
     "cvt.rn.f16x2.e4m3x2": lambda two: (
         two.view(ml_dtypes.float8_e4m3fn).astype(np.float16).view(np.uint32)
     ),
