@@ -89,7 +89,7 @@ def fixed_point(
 ]:
     """Returns the digits, the blocks' units, and the segments' sums of x."""
     wide = x.astype(jnp.float32).reshape(len(x), -1, BLOCK)
-    top = lax.bitcast_convert_type(jnp.max(jnp.abs(wide), -1), jnp.uint32)
+    top = jnp.max(lax.bitcast_convert_type(jnp.abs(wide), jnp.uint32), -1)
     exponent = jnp.maximum((top + ROUND_UP) >> 23, LEAST)
     unit = jnp.where(top >= INFINITE, NOT_A_NUMBER, (exponent - BITS) << 23)
     inverse = lax.bitcast_convert_type((254 + BITS - exponent) << 23, jnp.float32)
