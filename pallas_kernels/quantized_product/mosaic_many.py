@@ -25,6 +25,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jsparse.pallas_kernels.quantized_product.mosaic_many_problem import (
+    BOX,
     CHUNK,
     MULTICAST,
     ROW_TILES,
@@ -146,7 +147,9 @@ def _kernel(p: Problem):
                 plgpu.SMEM(
                     (p.stages, *piece.shape),
                     piece.dtype,
-                    transforms=tiled(piece.shape[1], 1) if name == "values" else (),
+                    transforms=tiled(piece.shape[1], 1)
+                    if out_axis(name) == 0 and piece.shape[1] > BOX
+                    else (),
                 )
                 for name, piece in p.pieces.items()
             ),

@@ -35,7 +35,7 @@ from jsparse.pallas_kernels.mosaic_registers import (
     times,
 )
 from jsparse.pallas_kernels.quantized_product.mosaic_shared import ROWS, tiled
-from jsparse.pallas_kernels.weight_blocks import BLOCK, SUPER, Form
+from jsparse.pallas_kernels.weight_blocks import BLOCK, SUPER, Form, out_axis
 
 LINES, SEGMENT = 8, 16  # rows of a tile of shared memory; bytes that are swizzled together
 EACH = 0x01010101  # the lowest bit of each byte
@@ -51,20 +51,20 @@ def widened(form: Form, chunk: dict[str, Any]) -> list[Any]:
 
     Args:
         form: the format of the matrix.
-        chunk: 64 rows of the matrix's arrays. Rows of `values` are swizzled; those of `high` have
-            16 bytes.
+        chunk: 64 rows of the matrix's arrays. Rows of `values` and `high` are swizzled if they have
+            more than 16 bytes.
     """
-    width = chunk["values"].shape[1]
     made = plgpu.ShapeDtypeStruct((ROWS, BLOCK), jnp.bfloat16, layout=plgpu.Layout.WGMMA)
+    widths = {name: chunk[name].shape[1] for name in chunk if out_axis(name) == 0}
     kinds = {name: plgpu.RefType() for name in chunk}
-    kinds["values"] = plgpu.RefType(tiled(width, 1))
-    blocks = (2 * width if form.bits < 8 else width) // BLOCK
+    kinds |= {name: plgpu.RefType(tiled(n, 1)) for name, n in widths.items() if n > SEGMENT}
+    blocks = widths["values"] * (2 if form.bits < 8 else 1) // BLOCK
 
     @plgpu.inline_mgpu(arg_types=(kinds,), return_type=[made] * blocks)
     def widen(_, refs):
         layout, stored = made.layout.to_mgpu(), {**refs}
-        for name in stored.keys() & {"values", "high"}:
-            stored[name] = Bytes(mgpu.utils.memref_ptr(refs[name]), chunk[name].shape[1])
+        for name, width in widths.items():
+            stored[name] = Bytes(mgpu.utils.memref_ptr(refs[name]), width)
         arrays = []
         for block in range(blocks):
             registers = block_registers(form, stored, block)
