@@ -135,7 +135,7 @@ def _arrays(matrix: Blocks) -> list[Array]:
     """Returns a matrix's arrays in the kernels' order, with placeholders that are never read."""
     names = "values", "high", "scales", "mins", "super_scales", "super_mins"
     values = jax.lax.bitcast_convert_type(matrix["values"], jnp.int8)
-    given: dict[str, Any] = matrix | {"values": values}
+    given: dict[str, Any] = {**matrix, "values": values}
     return [given.get(name, matrix["scales"]) for name in names]
 
 
