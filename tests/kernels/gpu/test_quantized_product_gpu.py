@@ -63,7 +63,7 @@ def test_matches_the_float64_product(case, implementation):
     # some rows of large matrices: those at the edges of programs, and others
     some = np.arange(0, case.out, max(case.out // 500, 1) | 1)
     form, rows = ALL_FORMS[case.form], x.reshape(-1, x.shape[-1])
-    of_some = {name: np.take(array, some, out_axis(name)) for name, array in matrix.items()}
+    of_some = {name: np.asarray(matrix[name]).take(some, out_axis(name)) for name in matrix}
     numbers, sizes = numbers_of(of_some, form)
     # the kernel for many rows rounds the matrix to bfloat16, the others round x to fixed point
     many, apart = implementation == "mosaic" and not takes_few(rows, matrix), 0.0 * numbers
@@ -103,7 +103,8 @@ def test_nan_and_infinities_are_kept(implementation):
 
 
 PARTS = [
-    ("mosaic", 16, [(0, 3), (3, 8), (5, 16)]),
+    ("mosaic", 4, [(0, 3)]),
+    ("mosaic", 16, [(3, 8), (5, 16)]),
     ("mosaic", 32, [(0, 17), (2, 25)]),
     ("triton", 4, [(0, 1), (1, 3)]),
 ]
