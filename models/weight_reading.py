@@ -128,12 +128,13 @@ def _read(source: TensorSource, store: TensorStore, *, in_blocks: bool) -> Any:
     stored = store.blocks(source.name) if in_blocks else None
     if stored is None:
         tensor = store.read(source.name).reshape(source.shape)
-        return jax.device_put(_in_order(source, tensor))
-    arrays = {name: _in_order(source, array) for name, array in stored.arrays.items()}
+        return jax.device_put(in_order(source, tensor))
+    arrays = {name: in_order(source, array) for name, array in stored.arrays.items()}
     return stored.convert(jax.device_put(arrays))
 
 
-def _in_order(source: TensorSource, tensor: np.ndarray) -> np.ndarray:
+def in_order(source: TensorSource, tensor: np.ndarray) -> np.ndarray:
+    """Returns a tensor with the rows of each head in Hugging Face's order."""
     if not source.interleaved_heads:
         return tensor
     # llama.cpp stores a head's rows as 0, H/2, 1, H/2 + 1, ...

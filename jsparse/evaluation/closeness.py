@@ -115,16 +115,16 @@ def compare(reference: Iterable[ForcedStep], steps: Iterable[ForcedStep]) -> lis
     """
     pairs = zip(reference, steps, strict=True)
     compared = [
-        (*_measure(exact.logits, step.logits, step.target), *step.stats) for exact, step in pairs
+        (*distances(exact.logits, step.logits, step.target), *step.stats) for exact, step in pairs
     ]
     return [np.stack(column, axis=-1) for column in zip(*jax.device_get(compared), strict=True)]
 
 
 @jax.jit
-def _measure(
+def distances(
     exact: Float32[Array, "B V"], logits: Float32[Array, "B V"], target: Rows
 ) -> tuple[Float32[Array, "B"], Bool[Array, "B"], Float32[Array, "B"]]:
-    """Returns KL, agreement and the target's log-probability."""
+    """Returns kl, agreement and logprob, as in `Closeness`, of one step."""
     p, q = jax.nn.log_softmax(exact), jax.nn.log_softmax(logits)
     kl = jnp.sum(jnp.exp(p) * (p - q), axis=-1)
     agreement = jnp.argmax(exact, -1) == jnp.argmax(logits, -1)
