@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
+from bench.lib.quantized_files import QUANTIZERS, compressed, integers_of
 from tests.support.writers import Tensors
 
 Made = tuple[Tensors, np.ndarray]
@@ -25,18 +26,6 @@ class Format(NamedTuple):
     config: dict[str, Any]
     write: Callable[[np.random.Generator, int, int], Made]
     blocks: tuple[int, int, str, bool, bool] | None
-
-
-def integers_of(codes: np.ndarray, bits: int, order: tuple[int, ...] | None = None) -> np.ndarray:
-    """Packs codes of successive columns in 32-bit integers, the first in the lowest bits."""
-    rows, columns = codes.shape
-    count = 32 // bits
-    padded = np.zeros((rows, -(-columns // count) * count), np.int64)
-    padded[:, :columns] = codes
-    made = np.zeros((rows, padded.shape[1] // count), np.int64)
-    for place, column in enumerate(order or range(count)):
-        made |= padded[:, column::count] << bits * place
-    return made.astype(np.uint32).view(np.int32)
 
 
 def expanded(array: np.ndarray, area: tuple[int, int], shape: tuple[int, int]) -> np.ndarray:
@@ -146,47 +135,7 @@ def awq(group: int) -> Any:
     return write
 
 
-def compressed(format_: str, **weights: Any) -> dict[str, Any]:
-    """Returns the quantization_config of compressed-tensors for matrices of one kind."""
-    given = {
-        "actorder": None,
-        "block_structure": None,
-        "dynamic": False,
-        "group_size": None,
-        "num_bits": 8,
-        "observer": "minmax",
-        "observer_kwargs": {},
-        "strategy": "channel",
-        "symmetric": True,
-        "type": "int",
-    }
-    group = {"input_activations": None, "targets": ["Linear"], "weights": given | weights}
-    return {
-        "config_groups": {"group_0": group},
-        "format": format_,
-        "ignore": ["lm_head"],
-        "kv_cache_scheme": None,
-        "quant_method": "compressed-tensors",
-        "quantization_status": "compressed",
-        "sparsity_config": {"format": "dense"},
-        "transform_config": {},
-    }
-
-
-BLOCK_FP8 = {
-    "activation_scheme": "dynamic",
-    "fmt": "e4m3",
-    "quant_method": "fp8",
-    "weight_block_size": [128, 128],
-}
-AWQ = {
-    "bits": 4,
-    "group_size": 128,
-    "modules_to_not_convert": None,
-    "quant_method": "awq",
-    "version": "gemm",
-    "zero_point": True,
-}
+BLOCK_FP8, AWQ, W4A16 = (QUANTIZERS[name].config for name in ("fp8-blocks", "awq", "w4a16"))
 GPTQ = {
     "bits": 4,
     "checkpoint_format": "gptq",
@@ -196,7 +145,6 @@ GPTQ = {
     "quant_method": "gptq",
     "sym": False,
 }
-W4A16 = compressed("pack-quantized", num_bits=4, strategy="group", group_size=128)
 PER_TENSOR = {"activation_scheme": "static", "quant_method": "fp8", "weight_block_size": None}
 _F32, _BF16 = np.float32, ml_dtypes.bfloat16
 FORMATS = {
