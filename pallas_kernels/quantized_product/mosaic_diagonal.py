@@ -85,9 +85,9 @@ def add_chunk(
             terms = []
             for pair in product.registers.flat:
                 high, low = (vector.extract(pair, [], [one]) for one in range(2))
-                whole = arith.addi(times(high, 256), low)
-                terms.append(arith.mulf(arith.sitofp(zero.type, whole), unit))
+                terms.append(arith.sitofp(zero.type, arith.addi(times(high, 256), low)))
             if form.mins:
+                terms = [arith.mulf(one, unit) for one in terms]
                 of_sum = memref.load(sums, [index(place), index(own)])
                 mins, both = of_row("mins", at), [of_sum] * 2
                 if form.supers:
@@ -96,6 +96,8 @@ def add_chunk(
                 else:
                     half = constant(zero, float(form.half))
                     terms = _fused([arith.subf(half, m) for m in mins], both, terms)
+            else:  # a product with the unit alone may overflow
+                scales = [arith.mulf(one, unit) for one in scales]
             inner = _fused(scales, terms, inner)
         if form.supers:
             first_row = constant(row, 0)

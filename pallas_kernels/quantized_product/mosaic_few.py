@@ -160,7 +160,7 @@ def few_rows(
     group = group_of(rows, form)
     padded = group if group < 8 else -(-rows // 8) * 8
     if columns is None:
-        columns = 256 if group < GROUPS[-1] or form.supers else 128
+        columns = chunk_columns(form, group)
     if parts is None:
         parts = best_parts(out, width, columns, group)
     chunks = -(-width // (columns * parts))
@@ -174,6 +174,11 @@ def few_rows(
         interpret=interpret,
     )
     return _kernel(problem)(x, *(matrix[name] for name in problem.arrays))
+
+
+def chunk_columns(form: Form, group: int) -> int:
+    """Returns the columns of a chunk: few with many rows, but its arrays have 128 bytes at least."""
+    return 128 if group == GROUPS[-1] and form.bits == 8 else 256
 
 
 def group_of(rows: int, form: Form) -> int:
@@ -396,8 +401,10 @@ def _add(p: Problem, r: Refs, chunk: dict[str, Any], first: Any, acc: Any) -> An
         at = (block * BLOCK + part * form.group) // form.group
         product = product[:, : p.padded] * 256 + product[:, p.padded :]
         column = first // BLOCK + block
-        terms = product.astype(jnp.float32) * of_columns(r.units_s, column)
+        terms, unit = product.astype(jnp.float32), of_columns(r.units_s, column)
+        scale = of_rows("scales", at)
         if form.mins:
+            terms = terms * unit
             sums = of_columns(r.sums_of_x_s, column * (1 + p.halves) + part)
             mins = of_rows("mins", at)
             if form.supers:
@@ -405,7 +412,9 @@ def _add(p: Problem, r: Refs, chunk: dict[str, Any], first: Any, acc: Any) -> An
                 offsets = offsets + mins * sums
             else:
                 terms = terms + (form.half - mins) * sums
-        acc = acc + terms * of_rows("scales", at)
+            acc = acc + terms * scale
+        else:  # a product with the unit alone may overflow
+            acc = acc + terms * (scale * unit)
     if not form.supers:
         return acc
     outer = outer + acc * of_rows("super_scales", 0)

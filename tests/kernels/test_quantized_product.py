@@ -103,6 +103,14 @@ def test_few_rows_in_fixed_point_round_only_sums(case, how):
 INTEGERS = [case for case in OF_FORMS if case.form != "fp8"]
 
 
+def test_arrays_of_a_chunk_are_aligned_in_shared_memory():
+    """TMA copies to multiples of 128 bytes."""
+    for form, group in product_of(ALL_FORMS.values(), mosaic_few.GROUPS):
+        columns = mosaic_few.chunk_columns(form, group)
+        for spec in form.arrays(64, columns).values():
+            assert spec.size * spec.dtype.itemsize % 128 == 0
+
+
 @pytest.mark.parametrize("segment", [16, 32])
 @pytest.mark.parametrize("rows", [1, 2, 4])
 def test_digits_of_few_rows_are_diagonal(rows, segment):
