@@ -177,7 +177,7 @@ def few_rows(
 
 
 def chunk_columns(form: Form, group: int) -> int:
-    """Returns the columns of a chunk: few with many rows, but its arrays have 128 bytes at least."""
+    """Returns the columns of a chunk: few with many rows, if its arrays have 128 bytes."""
     return 128 if group == GROUPS[-1] and form.bits == 8 else 256
 
 
