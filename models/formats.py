@@ -77,7 +77,7 @@ def read_folder(folder: Path, tokenizer: Any, options: LoadOptions) -> ModelPart
     constants = {}
     if is_saved:
         spreading, own = options.spreading(config), folder / WEIGHTS
-        what = config, family.hf_names, options.weights, options.ranks
+        what = config, family.hf_names, options.weights, options.dtype, options.ranks
         planned = orbax_files.plan_saved(own, *what)
         how = options.dtype, options.on_progress, spreading
         weights = orbax_files.load_weights(own, planned, *how)
@@ -121,25 +121,25 @@ def read_store(
         ValueError: tensors are missing, misshapen or unknown, do not fit in memory, or do not fit
             Q8_0, which the options ask for.
     """
-    what = config, names, options.weights, options.ranks
+    what = config, names, options.weights, options.dtype, options.ranks
     planned = _plan_store(store, *what, interleaved=interleaved)
     return read_weights(planned, store, options.dtype, options.on_progress, spreading)
 
 
-def plan_files(path: Path, option: str, ranks: int = 1) -> list[Planned] | None:
+def plan_files(path: Path, option: str, dtype: Any, ranks: int = 1) -> list[Planned] | None:
     """Returns the weights that loading a folder or GGUF file would give, from its headers alone.
 
     None: the folder has no weights, like the small files of a Hub id. `option` is a result of
-    `parse_weights`. Raises the errors of loading that headers show.
+    `parse_weights` for the dtype. Raises the errors of loading that headers show.
     """
     if not path.is_dir():
         store = _gguf(path)
         config = gguf_config(store)
         family = FAMILIES[config.family]
-        what = config, family.gguf_names, option, ranks
+        what = config, family.gguf_names, option, dtype, ranks
         return _plan_store(store, *what, interleaved=family.gguf_interleaved)
     config, is_saved = folder_config(path)
-    what = config, FAMILIES[config.family].hf_names, option, ranks
+    what = config, FAMILIES[config.family].hf_names, option, dtype, ranks
     if is_saved:
         return orbax_files.plan_saved(path / WEIGHTS, *what)
     if not any(path.glob("*.safetensors")):
@@ -152,6 +152,7 @@ def _plan_store(
     config: ModelConfig,
     names: Names,
     option: str,
+    dtype: Any,
     ranks: int,
     *,
     interleaved: bool = False,
@@ -160,7 +161,7 @@ def _plan_store(
     what = store.path, len(store.shapes), config, names
     weights = list_weights(*what, interleaved=interleaved)
     _check_tensors(weights, store)
-    return plan_weights(weights, store, option, ranks)
+    return plan_weights(weights, store, option, dtype, ranks)
 
 
 def with_own_head(config: ModelConfig, family: Family, store: TensorStore) -> ModelConfig:

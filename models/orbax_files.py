@@ -33,7 +33,7 @@ def save_weights(weights: Weights, folder: Path) -> None:
 
 
 def plan_saved(
-    folder: Path, config: ModelConfig, names: Names, option: str, ranks: int = 1
+    folder: Path, config: ModelConfig, names: Names, option: str, dtype: Any, ranks: int = 1
 ) -> list[Planned]:
     """Plans the weights in `folder` from the shapes there; see `plan_weight`.
 
@@ -69,7 +69,7 @@ def plan_saved(
     for weight in listed:
         form = forms.get(weight.path)
         kind = str(stored[weight.path].dtype) if form is None else name_of(form)
-        planned.append(plan_weight(weight, (kind,), (form,), option, ranks, saved=True))
+        planned.append(plan_weight(weight, (kind,), (form,), option, dtype, ranks, saved=True))
     return planned
 
 

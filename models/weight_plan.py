@@ -14,7 +14,8 @@ import numpy as np
 from jsparse.models.joined_blocks import common_form
 from jsparse.models.quantized import FormAt, is_matrix, name_of
 from jsparse.models.weights import TensorStore, Weight
-from jsparse.pallas_kernels.weight_blocks import FORMS, Form, no_kernel
+from jsparse.pallas_kernels.quantized_product.api import no_kernel
+from jsparse.pallas_kernels.weight_blocks import FORMS, Form
 
 WEIGHTS = ("auto", "q8_0", "plain", "bf16")
 _FLOATS = {"float32", "bfloat16", "float16"}
@@ -65,9 +66,9 @@ def parse_weights(weights: Any, dtype: Any) -> str:
 
 
 def plan_weights(
-    weights: Iterable[Weight], store: TensorStore, option: str, ranks: int = 1
+    weights: Iterable[Weight], store: TensorStore, option: str, dtype: Any, ranks: int = 1
 ) -> list[Planned]:
-    """Plans a checkpoint's weights; `option` is a result of `parse_weights`.
+    """Plans a checkpoint's weights; `option` is a result of `parse_weights` for a dtype.
 
     Raises:
         ValueError: a matrix does not fit Q8_0, which the option asks for.
@@ -76,7 +77,7 @@ def plan_weights(
     for weight in weights:
         names = [source.name for source in weight.sources]
         kinds, stored = map(store.kind, names), map(store.form, names)
-        planned.append(plan_weight(weight, tuple(kinds), tuple(stored), option, ranks))
+        planned.append(plan_weight(weight, tuple(kinds), tuple(stored), option, dtype, ranks))
     return planned
 
 
@@ -85,6 +86,7 @@ def plan_weight(
     kinds: tuple[str, ...],
     stored: tuple[Form | None, ...],
     option: str,
+    dtype: Any,
     ranks: int = 1,
     *,
     saved: bool = False,
@@ -98,7 +100,7 @@ def plan_weight(
         return found._replace(reason="no kernel reads experts in blocks" if quantised else "")
     if not weight.is_matrix or option == "plain":
         return found
-    width = weight.joined_shape[-1]
+    out, width = weight.joined_shape
     if option == "q8_0":
         if wrong := misfit(weight.path, width, FORMS["q8_0"], ranks):
             raise ValueError(f"weights='q8_0': {weight.path} {wrong}")
@@ -111,18 +113,25 @@ def plan_weight(
     if form is None:
         return found._replace(reason="joins tensors of different formats")
     reason = misfit(weight.path, width, form, ranks)
-    if reason is None and not saved and (why := no_kernel(form)):
-        reason = f"a kernel {why}"
+    if reason is None and not saved:
+        sizes = (out, width // ranks) if sums_over_ranks(weight.path) else (out // ranks, width)
+        why = no_kernel(form, *sizes, dtype)
+        reason = why and f"a kernel {why}"
     return found._replace(form=form) if reason is None else found._replace(reason=reason)
 
 
 def misfit(path: str, width: int, form: Form, ranks: int = 1) -> str | None:
     """Returns why a matrix of this width, or a rank's part, is not in whole blocks, or None."""
-    parts = ranks if path.split("/")[-2:-1] in (["o"], ["down"]) else 1
+    parts = ranks if sums_over_ranks(path) else 1
     if width % (form.multiple * parts) == 0:
         return None
     among = f" on each of {parts} devices" if parts > 1 else ""
     return f"sums over {width} numbers: must be a multiple of {form.multiple}{among}"
+
+
+def sums_over_ranks(path: str) -> bool:
+    """Returns whether each rank has some columns of the matrix at a path, not some rows."""
+    return path.split("/")[-2:-1] in (["o"], ["down"])
 
 
 def require_fit(weights: Iterable[Weight], form_at: FormAt, ranks: int = 1) -> None:

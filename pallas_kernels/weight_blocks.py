@@ -12,8 +12,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float16, Int, Int8, Shaped, UInt8
 
-from jsparse.pallas_kernels.dispatch import no_triton
-
 BLOCK = 32
 SUPER = 256  # numbers of a row with the same factor of their scales
 FLOAT8 = jnp.float8_e4m3fn
@@ -104,11 +102,6 @@ FORMS = {
     "q8_0": Form(8, 32),
 }
 """llama.cpp's formats by name."""
-
-
-def no_kernel(form: Form) -> str | None:
-    """Returns why no kernel multiplies by matrices of a format here, or None."""
-    return no_triton()
 
 
 def is_blocks(matrix: Any) -> TypeGuard[Blocks]:

@@ -134,7 +134,7 @@ def shaped(
     dtype = jnp.dtype(dtype or ("bfloat16" if jax.default_backend() == "gpu" else "float32"))
     option = parse_weights(weights, dtype)
     path = checked_path(locate(model, revision, weights=False), model)
-    planned = plan_files(path, option, tensor_parallel_size)
+    planned = plan_files(path, option, dtype, tensor_parallel_size)
     if planned is None:
         form_at = all_q8_0 if option == "q8_0" else plain
     else:

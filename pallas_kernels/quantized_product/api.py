@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 from jsparse.pallas_kernels.checked import checked
 from jsparse.pallas_kernels.dispatch import Backend, no_mosaic, no_triton, run
 from jsparse.pallas_kernels.quantized_product import reference
-from jsparse.pallas_kernels.weight_blocks import Blocks, form_of, width_of
+from jsparse.pallas_kernels.weight_blocks import Blocks, Form, form_of, width_of
 from jsparse.parts import total
 
 # with tensor cores; for more, it is faster to widen the matrix and multiply with XLA
@@ -24,18 +24,14 @@ def _mosaic():
     return mosaic.quantized_product
 
 
-def no_tensor_cores(rows: int, dtype: Any, matrix: Blocks) -> str | None:
-    """Returns why tensor cores cannot, or should not, multiply rows of a dtype, or None."""
-    form, (out, width) = form_of(matrix), (len(matrix["values"]), width_of(matrix))
-    least = 1 if form.bits < 8 else FASTER_WITHOUT + 1
-    if not least <= rows <= MAX_ROWS:
-        return f"takes {least} to {MAX_ROWS} rows, not {rows}"
+def no_kernel(form: Form, out: int, width: int, dtype: Any) -> str | None:
+    """Returns why no kernel multiplies many rows of a dtype by a matrix [out, width], or None."""
+    return no_mosaic() or _not_taken(form, out, width, dtype)
+
+
+def _not_taken(form: Form, out: int, width: int, dtype: Any) -> str | None:
     if dtype != jnp.bfloat16:
         return f"takes bfloat16, not {dtype}"
-    if rows <= MAX_FEW_ROWS and form.floats:
-        return f"takes more than {MAX_FEW_ROWS} rows of a matrix of floats, not {rows}"
-    if rows <= MAX_FEW_ROWS and width % 128:
-        return f"takes more than {MAX_FEW_ROWS} rows, or a width that 128 divides, not {width}"
     # rows of 16 bytes, also of the fifth bits
     multiple = 128 if form.bits == 5 else 64
     if out % 64 or width % multiple:
@@ -43,7 +39,20 @@ def no_tensor_cores(rows: int, dtype: Any, matrix: Blocks) -> str | None:
             f"takes an output size that 64 divides and a width that {multiple} divides, not {out} "
             f"and {width}"
         )
-    return no_mosaic()
+    return None
+
+
+def no_tensor_cores(rows: int, dtype: Any, matrix: Blocks) -> str | None:
+    """Returns why tensor cores cannot, or should not, multiply rows of a dtype, or None."""
+    form, (out, width) = form_of(matrix), (len(matrix["values"]), width_of(matrix))
+    least = 1 if form.bits < 8 else FASTER_WITHOUT + 1
+    if not least <= rows <= MAX_ROWS:
+        return f"takes {least} to {MAX_ROWS} rows, not {rows}"
+    if rows <= MAX_FEW_ROWS and form.floats:
+        return f"takes more than {MAX_FEW_ROWS} rows of a matrix of floats, not {rows}"
+    if rows <= MAX_FEW_ROWS and width % 128:
+        return f"takes more than {MAX_FEW_ROWS} rows, or a width that 128 divides, not {width}"
+    return _not_taken(form, out, width, dtype) or no_mosaic()
 
 
 def _no_tensor_cores(x: Float[Array, "rows in"], matrix: Blocks, *, dtype: Any) -> str | None:

@@ -53,7 +53,7 @@ JOINED = Form(6, 16, "int8", supers=True, mins=True)
 @pytest.fixture
 def kernels(monkeypatch):
     """Kernels for every format."""
-    monkeypatch.setattr("jsparse.models.weight_plan.no_kernel", lambda form: None)
+    monkeypatch.setattr("jsparse.models.weight_plan.no_kernel", lambda *_: None)
 
 
 def written(file, kinds):
@@ -208,7 +208,7 @@ def test_loading_needs_little_more_memory_than_the_model(kernels, width, layers,
         own = [Q4_K, Q4_K, Q6_K] if form == JOINED else [form] * len(weight.sources)
         for source, kind in zip(weight.sources, own, strict=True):
             store.forms[source.name], store.sizes[source.name] = kind, source.shape
-    planned = plan_weights(weights, store, "auto")
+    planned = plan_weights(weights, store, "auto", jnp.bfloat16)
     assert all(each.form == form_at(each.weight.path) for each in planned)
     kept = sum(each.nbytes(jnp.bfloat16) for each in planned)
     assert kept < memory_needed(planned, store, jnp.bfloat16) <= 1.15 * kept
