@@ -29,7 +29,13 @@ from jsparse.models.weights import (
     by_path,
     tree,
 )
-from jsparse.pallas_kernels.weight_blocks import Blocks, Form, dequantized, is_blocks
+from jsparse.pallas_kernels.weight_blocks import (
+    FORMS,
+    Blocks,
+    Form,
+    dequantized,
+    is_blocks,
+)
 
 # bytes per number for temporary arrays: to convert numbers to blocks, to join tensors of numbers,
 # and to convert stored blocks or those of another format
@@ -61,7 +67,9 @@ def read_weights(
     for each in planned:
         parts = []
         for source, stored in zip(each.weight.sources, each.stored, strict=True):
-            parts.append(_read(source, store, in_blocks=stays(stored, each.form)))
+            part = _read(source, store, in_blocks=_from_blocks(each, stored))
+            stay = stays(stored, each.form)
+            parts.append(_numbers(part, dtype) if is_blocks(part) and not stay else part)
             done += store.nbytes(source.name)
             if on_progress is not None:
                 on_progress(done, total)
@@ -96,6 +104,8 @@ def memory_needed(
                 temporary += store.nbytes(source.name) + TO_COMMON * at_once
             else:
                 temporary += (TO_JOIN if each.form is None else TO_BLOCKS) * count
+                if _from_blocks(each, stored):  # before they are widened
+                    temporary += store.nbytes(source.name) + TO_COMMON * min(count, AT_ONCE)
         if each.form is not None and len(each.stored) > 1:
             temporary += size
         kept += size if spreading is None else spreading.own_size(each.weight.path, size)
@@ -106,6 +116,17 @@ def memory_needed(
 def stays(stored: Form | None, form: Form | None) -> bool:
     """Returns whether a tensor's blocks are kept in a weight of another format, or the same."""
     return stored is not None and form is not None and common_form((stored, form)) == form
+
+
+def _from_blocks(each: Planned, stored: Form | None) -> bool:
+    """Returns whether a tensor's blocks are converted on the device, to stay or to be widened.
+
+    The host widens Q8_0, and experts, which are not matrices.
+    """
+    if stays(stored, each.form):
+        return True
+    widened = each.form is None and not each.weight.experts
+    return widened and stored not in (None, FORMS["q8_0"])
 
 
 def converted(matrix: Any, weight: Weight, form: Form | None, dtype: Any) -> Any:

@@ -68,8 +68,8 @@ def test_numbers_are_those_of_the_packages(folder):
 @pytest.mark.parametrize(
     "name",
     [
-        "fp8 of blocks",
         "awq",
+        pytest.param("fp8 of blocks", marks=pytest.mark.slow),
         pytest.param("gptq", marks=pytest.mark.slow),
         pytest.param("pack-quantized, 4 bits", marks=pytest.mark.slow),
     ],
