@@ -76,6 +76,7 @@ def test_numbers_are_those_of_the_packages(folder):
 )
 def test_logits_are_those_of_the_numbers(name, tmp_path, monkeypatch):
     sizes = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 16, "num_key_value_heads": 4}
+    sizes["tie_word_embeddings"] = True
     config = CONFIG | sizes  # all matrices of a layer have one shape, for fewer programs
     tensors, plain = quantized(FORMATS[name], hf_tensors(config))
     of = config | {"quantization_config": FORMATS[name].config}
