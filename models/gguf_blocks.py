@@ -1,7 +1,8 @@
 """Converts GGUF's quantised rows to matrices in blocks, on the device, without rounding.
 
-Source: llama.cpp's `block_q4_0`, `block_q4_K`, `block_q5_K`, `block_q6_K` and `block_q8_0`. A
-function per format takes a row's blocks, uint8 [blocks, bytes], and returns its part of each array.
+Source: llama.cpp's `block_q4_0`, `block_q4_K`, `block_q5_0`, `block_q5_K`, `block_q6_K` and
+`block_q8_0`. A function per format takes a row's blocks, uint8 [blocks, bytes], and returns its
+part of each array.
 """
 
 from collections.abc import Callable
@@ -50,6 +51,12 @@ def q4_0(row: Row) -> Parts:
 def q4_k(row: Row) -> Parts:
     """Converts Q4_K: scales and mins, then codes of 4 bits."""
     return packed(nibbles(row[:, 16:], BLOCK), 4) | scales_and_mins(row)
+
+
+def q5_0(row: Row) -> Parts:
+    """Converts Q5_0: a scale, the fifth bits of codes in order, then their lower 4 bits."""
+    above = (row[:, 2:6, None] >> jnp.arange(8, dtype=jnp.uint8) & 1).reshape(len(row), -1)
+    return packed(nibbles(row[:, 6:], 16) | above << 4, 5) | {"scales": half(row[:, :2])}
 
 
 def q5_k(row: Row) -> Parts:
@@ -110,6 +117,6 @@ def _converted(of_row: Callable[[Row], Parts], form: Form, arrays: Parts) -> Blo
 
 CONVERT = {
     of_row.__name__: jax.jit(partial(_converted, of_row, FORMS[of_row.__name__]))
-    for of_row in (q4_0, q4_k, q5_k, q6_k, q8_0)
+    for of_row in (q4_0, q4_k, q5_0, q5_k, q6_k, q8_0)
 }
 """The conversion of a tensor of each format: {"rows": uint8 [out, blocks, bytes]} to `Blocks`."""

@@ -2,7 +2,8 @@
 
 A block is 32 numbers that a product sums over. A number is scale · code - offset. Scales and
 offsets belong to groups of 16, 32, 64 or 128 numbers of a row. Sources: llama.cpp's `block_q4_0`,
-`block_q4_K`, `block_q5_K`, `block_q6_K` and `block_q8_0`, whose values are kept exactly.
+`block_q4_K`, `block_q5_0`, `block_q5_K`, `block_q6_K` and `block_q8_0`, whose values are kept
+exactly.
 """
 
 from collections.abc import Mapping
@@ -97,6 +98,7 @@ class Form(NamedTuple):
 FORMS = {
     "q4_0": Form(4, 32),
     "q4_k": Form(4, 32, "int8", supers=True, mins=True),
+    "q5_0": Form(5, 32),
     "q5_k": Form(5, 32, "int8", supers=True, mins=True),
     "q6_k": Form(6, 16, "int8", supers=True),
     "q8_0": Form(8, 32),
