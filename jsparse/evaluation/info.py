@@ -63,7 +63,7 @@ def describe(
     config = read_config(model, revision=revision)
     option = parse_weights(weights, dtype)
     path = checked_path(locate(model, revision, weights=False), model)
-    planned = plan_files(path, option, dtype, tensor_parallel_size)
+    planned = plan_files(path, option, jnp.dtype(dtype), tensor_parallel_size)
     limit = config.max_position_embeddings
     context = limit if context is None else context
     if not 1 <= context <= limit:

@@ -120,6 +120,17 @@ def test_info_describes_the_formats_that_loading_gives(kernels, tmp_path):
     assert reasons["q4_k"] == rule
 
 
+def test_info_describes_what_loading_keeps_on_hopper(monkeypatch, tmp_path):
+    monkeypatch.setattr("jsparse.pallas_kernels.quantized_product.api.no_mosaic", lambda: None)
+    file, _ = written(tmp_path / "m.gguf", MIXTURE)
+    told = describe(str(file), dtype="bfloat16")
+    assert told["types"] == load(file, dtype="bfloat16").types == "q4_k, q6_k and bfloat16"
+    widened = {row["reason"] for row in told["weight_formats"] if row["format"] == "bfloat16"}
+    of_vocabulary = "takes an output size that 64 divides and a width that 64 divides, not 40 and"
+    assert widened == {f"a kernel {of_vocabulary} 256"}
+    assert describe(str(file), dtype="float16")["types"] == "float16"
+
+
 @shared
 def mixed():
     """A model in Q4_K_M that two devices can share, and its numbers."""
