@@ -98,7 +98,7 @@ LOAD: Mapping[str, Refusal] = {
         "a model is on jax's default device; CUDA_VISIBLE_DEVICES or JAX_PLATFORMS choose it"
     ),
     "hf_overrides": Refusal("config.json always applies; edit it in a copy of the folder", {}),
-    "load_in_4bit": Refusal("a 4-bit checkpoint is kept in 4 bits", False),
+    "load_in_4bit": Refusal("a 4-bit checkpoint is kept in 4 bits on a Hopper GPU", False),
     "load_in_8bit": Refusal('weights="q8_0" keeps them in 8 bits', False),
     "low_cpu_mem_usage": Refusal("tensors are always read one by one", True),
     "quantization": Refusal(_QUANTIZED),
