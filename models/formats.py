@@ -93,7 +93,7 @@ def read_folder(folder: Path, tokenizer: Any, options: LoadOptions) -> ModelPart
 
 def read_gguf(path: Path, tokenizer: Any, options: LoadOptions) -> ModelParts:
     """Reads a GGUF file."""
-    store = _gguf(path)
+    store = GGUFFile(path)
     config = gguf_config(store)
     family, spreading = FAMILIES[config.family], options.spreading(config)
     if tokenizer is not None:
@@ -133,7 +133,7 @@ def plan_files(path: Path, option: str, dtype: Any, ranks: int = 1) -> list[Plan
     `parse_weights` for the dtype. Raises the errors of loading that headers show.
     """
     if not path.is_dir():
-        store = _gguf(path)
+        store = GGUFFile(path)
         config = gguf_config(store)
         family = FAMILIES[config.family]
         what = config, family.gguf_names, option, dtype, ranks
@@ -196,15 +196,6 @@ def _parts(
     if spreading is None:
         return ModelParts(weights, config, *others, mesh=None)
     return ModelParts(weights, spreading.config, *others, mesh=spreading.mesh)
-
-
-def _gguf(path: Path) -> GGUFFile:
-    store = GGUFFile(path)
-    if (num_files := store.metadata.get("split.count", 1)) not in (0, 1):
-        raise ValueError(
-            f"{path} is one of {num_files} files: must be a single file, merge them with gguf-split"
-        )
-    return store
 
 
 def _safetensors(folder: Path) -> TensorStore:

@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from jsparse.models.checkpoint import load
+from jsparse.models.config_files import read_config
 from jsparse.models.tokenizer import Tokenizer
 from tests.support.writers import (
     PACKAGE_CAN,
@@ -192,13 +193,19 @@ def test_embedding_has_rows_without_a_token_only_if_the_file_has_them(tmp_path):
                 load(file, tokenizer=Tokenizer(core))
 
 
-def test_split_file_is_refused(tmp_path):
-    writer = gguf.GGUFWriter(tmp_path / "m-00001-of-00002.gguf", "llama")
+@pytest.mark.parametrize("nth", [0, 1])
+def test_split_file_is_refused(nth, tmp_path):
+    file = tmp_path / f"m-0000{nth + 1}-of-00002.gguf"
+    writer = gguf.GGUFWriter(file, "llama")
+    if nth:  # only the first file states the model
+        writer.kv_data[0].clear()
     writer.add_uint16("split.count", 2)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    refuses(tmp_path / "m-00001-of-00002.gguf", "one of 2 files")
+    refuses(file, "one of 2 files")
+    with pytest.raises(ValueError, match="one of 2 files"):
+        read_config(file)
 
 
 @settings(
