@@ -106,11 +106,12 @@ def _gptq(fields: dict[str, Any], at: str) -> Scheme:
     refuse(fields, f"{at}.is_marlin_format", (False,))
     refuse(fields, f"{at}.pack_dtype", ("int32",))
     # GPTQModel: "-:" before the pattern of modules that are not quantized
-    overrides = fields.get(f"{at}.dynamic") or {}
-    if others := [pattern for pattern in overrides if not str(pattern).startswith("-:")]:
+    key = f"{at}.dynamic"
+    overrides = [pattern.removeprefix(f"{key}.") for pattern in _fields(fields, key)]
+    if others := [pattern for pattern in overrides if not pattern.startswith("-:")]:
         raise ValueError(
-            f"config field {at}.dynamic has {others[0]!r}: modules with formats of their own are "
-            "not supported"
+            f"config field {key} has {others[0]!r}: modules with formats of their own are not "
+            "supported"
         )
     second = "gptq_v2" in (fields.get(f"{at}.checkpoint_format"), fields.get(f"{at}.format"))
     return Scheme(
@@ -150,7 +151,8 @@ def _of_group(fields: dict[str, Any], at: str, group: dict[str, Any], key: str) 
     refuse(weights, f"{key}.actorder", (False, "static", "weight"))
     refuse(weights, f"{key}.type", ("int", "float"))
     floats = require(weights, f"{key}.type") == "float"
-    symmetric = weights.get(f"{key}.symmetric", True)
+    refuse(weights, f"{key}.symmetric", (True, False))
+    symmetric = weights.get(f"{key}.symmetric") is not False
     area = _strategy(weights, key)
     kinds = {
         "pack-quantized": ("packed", (False,)),
