@@ -67,6 +67,8 @@ def rows(info: dict[str, Any]) -> list[tuple[str, str]]:
 
 def _formats(info: dict[str, Any]) -> list[tuple[str, str]]:
     """Returns a row per kind of matrix, with the format in which it is loaded."""
+    if not info["weight_formats"] and info["weights"] != "q8_0":
+        return [("loads", f"files are not here: counted in {info['dtype']}, quantized or not")]
     rows = []
     for kind in info["weight_formats"]:
         count, stored = kind["matrices"], kind["stored"]

@@ -120,6 +120,13 @@ def test_info_describes_the_formats_that_loading_gives(kernels, tmp_path):
     assert reasons["q4_k"] == rule
 
 
+def test_info_names_the_dtype_in_which_absent_files_are_counted(tmp_path):
+    quantized = CONFIG | {"quantization_config": {"quant_method": "fp8"}}
+    (tmp_path / "config.json").write_text(json.dumps(quantized))
+    shown = CliRunner().invoke(app, ["info", str(tmp_path)]).stdout
+    assert "files are not here: counted in float32, quantized or not" in " ".join(shown.split())
+
+
 def test_info_describes_what_loading_keeps_on_hopper(monkeypatch, tmp_path):
     monkeypatch.setattr("jsparse.pallas_kernels.quantized_product.api.no_mosaic", lambda: None)
     file, _ = written(tmp_path / "m.gguf", MIXTURE)
