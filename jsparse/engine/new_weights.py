@@ -15,14 +15,19 @@ def converted_to(old: Params, new: Params) -> Params:
     Arrays that have these already are not copied. The result has no constants.
 
     Raises:
-        ValueError: the model has another configuration, or its arrays have other names or shapes,
-            are integers in place of floats, were deleted or are traced.
+        ValueError: the model has another configuration or other formats of matrices, or its arrays
+            have other names or shapes, are integers in place of floats, were deleted or are traced.
     """
     require_params(new)
     if old.mesh is not None and new.mesh is None:
         new = spread(new, old.mesh.size)
     if new.config != old.config:
         raise ValueError(f"params={new!r}: must have the configuration of the engine's model")
+    if new.forms != old.forms:
+        raise ValueError(
+            f"params={new!r}: must have weights in {old.types}, as the engine's model; load both "
+            "with weights='plain' to train them"
+        )
     wanted, given = (dict(jax.tree.leaves_with_path(each.weights)) for each in (old, new))
     for path in {**wanted, **given}:
         if path not in wanted or path not in given:

@@ -68,11 +68,16 @@ def test_other_models_are_refused(llm):
     before, good = llm.engine.params, other()
     own, deleted = good.weights["params"], jax.tree.map(jnp.copy, good)
     jax.tree.leaves(deleted.weights)[0].delete()
+    embed = {
+        "values": jnp.zeros(own["embed"].shape, jnp.int8),
+        "scales": jnp.zeros((own["embed"].shape[1] // 32, len(own["embed"])), jnp.float16),
+    }
     for wrong, message in (
         (tiny_params(num_layers=1), "must have the configuration"),
         (replace(good, weights={"params": own | {"more": own["embed"]}}), "must not have .*more"),
         (replace(good, weights={"params": own | {"embed": own["embed"][1:]}}), "must be float32"),
         (jax.tree.map(lambda x: x.astype(int), good), "int32.*: must be float32"),
+        (replace(good, weights={"params": own | {"embed": embed}}), "in float32.* weights='plain'"),
         (deleted, "neither traced nor deleted"),
     ):
         with pytest.raises(ValueError, match=message):
