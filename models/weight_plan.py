@@ -66,18 +66,20 @@ def parse_weights(weights: Any, dtype: Any) -> str:
 
 
 def plan_weights(
-    weights: Iterable[Weight], store: TensorStore, option: str, dtype: Any, ranks: int = 1
+    weights: Sequence[Weight], store: TensorStore, option: str, dtype: Any, ranks: int = 1
 ) -> list[Planned]:
     """Plans a checkpoint's weights; `option` is a result of `parse_weights` for a dtype.
 
     Raises:
         ValueError: a matrix does not fit Q8_0, which the option asks for.
     """
-    planned = []
+    planned, tied = [], all(weight.path != "lm_head" for weight in weights)
     for weight in weights:
+        # only a tied embedding is divided, for the logits
+        parts = 1 if weight.path == "embed" and not tied else ranks
         names = [source.name for source in weight.sources]
         kinds, stored = map(store.kind, names), map(store.form, names)
-        planned.append(plan_weight(weight, tuple(kinds), tuple(stored), option, dtype, ranks))
+        planned.append(plan_weight(weight, tuple(kinds), tuple(stored), option, dtype, parts))
     return planned
 
 

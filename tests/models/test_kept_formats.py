@@ -23,7 +23,7 @@ from jsparse.models.quantized import name_of
 from jsparse.models.transformer import random_weights
 from jsparse.models.weight_plan import parse_weights, plan_weights
 from jsparse.models.weight_reading import memory_needed
-from jsparse.models.weights import list_weights
+from jsparse.models.weights import TensorSource, Weight, list_weights
 from jsparse.pallas_kernels.weight_blocks import FORMS, Form
 from tests.models.test_gguf_blocks import random_rows
 from tests.models.test_quantized import numbers_of
@@ -208,6 +208,15 @@ class Headers(NamedTuple):
     def nbytes(self, name):
         form = self.forms[name]
         return 4 * math.prod(self.sizes[name]) if form is None else form.nbytes(*self.sizes[name])
+
+
+def test_untied_embeddings_are_whole_on_each_rank(monkeypatch):
+    monkeypatch.setattr("jsparse.pallas_kernels.quantized_product.api.no_mosaic", lambda: None)
+    source = TensorSource("w", (192, 256), 0)  # 64 does not divide the 96 rows of a rank
+    weights = [Weight(path, (source,)) for path in ("embed", "lm_head")]
+    store: Any = Headers({"w": Q4_K}, {"w": source.shape})
+    untied, tied = (plan_weights(x, store, "auto", jnp.bfloat16, 2) for x in (weights, weights[:1]))
+    assert [each.form for each in untied + tied] == [Q4_K, None, None]
 
 
 @pytest.mark.parametrize(("width", "layers", "tied"), [(4096, 32, False), (2048, 16, True)])
