@@ -127,8 +127,8 @@ def misfit(path: str, width: int, form: Form, ranks: int = 1) -> str | None:
     parts = ranks if sums_over_ranks(path) else 1
     if width % (form.multiple * parts) == 0:
         return None
-    among = f" on each of {parts} devices" if parts > 1 else ""
-    return f"sums over {width} numbers: must be a multiple of {form.multiple}{among}"
+    among = f" on {parts} devices" if parts > 1 else ""
+    return f"sums over {width} numbers: must be a multiple of {form.multiple * parts}{among}"
 
 
 def sums_over_ranks(path: str) -> bool:

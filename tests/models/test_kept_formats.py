@@ -116,7 +116,7 @@ def test_info_describes_the_formats_that_loading_gives(kernels, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, jax.jit(numbers_of)(ours.weights), expected)
     on_two = describe(str(file), dtype="float32", tensor_parallel_size=2)["weight_formats"]
     reasons = {row["stored"]: row["reason"] for row in on_two}
-    rule = "sums over 256 numbers: must be a multiple of 256 on each of 2 devices"
+    rule = "sums over 256 numbers: must be a multiple of 512 on 2 devices"
     assert reasons["q4_k"] == rule
 
 

@@ -212,7 +212,7 @@ def test_weights_that_do_not_fit_blocks_are_refused(tmp_path):
         load(tmp_path / "saved", weights="q8_0")
     config = hf_config("llama", **SIZES)
     folder = write_folder(tmp_path / "narrow", config, hf_tensors(config))
-    with pytest.raises(ValueError, match="must be a multiple of 32 on each of 2 devices"):
+    with pytest.raises(ValueError, match="must be a multiple of 64 on 2 devices"):
         load(folder, weights="q8_0", tensor_parallel_size=2)
 
 
