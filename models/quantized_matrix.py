@@ -162,8 +162,9 @@ class QuantizedMatrix:
     def _checked_area(self) -> tuple[int, int]:
         """Returns the numbers of rows and columns with one scale."""
         self._require(self._scales, *PLAIN)
+        out, width = self.shape
         areas = [
-            (rows or self.shape[0], columns or self.shape[1])
+            (min(rows or out, out), min(columns or width, width))
             for rows, columns in self._scheme.areas
         ]
         shapes = [scales_shape(_areas(self.shape, area), self._scheme) for area in areas]

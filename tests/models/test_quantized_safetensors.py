@@ -56,6 +56,15 @@ def test_numbers_are_those_of_the_format(name, tmp_path):
             np.testing.assert_array_equal(made, numbers)
 
 
+def test_groups_end_with_a_row(tmp_path):
+    format_ = FORMATS["gptq, symmetric with one group"]
+    parts, numbers = format_.write(np.random.default_rng(0), 64, 96)
+    tensors = {f"{MODULE}.{suffix}": part for suffix, part in parts.items()}
+    longer = format_._replace(config=format_.config | {"group_size": 2**70})
+    weight = f"{MODULE}.weight"
+    np.testing.assert_array_equal(store_of(tmp_path, longer, tensors).read(weight), numbers)
+
+
 @pytest.mark.parametrize("folder", sorted(FIXTURES.glob("*/")), ids=lambda folder: folder.name)
 def test_numbers_are_those_of_the_packages(folder):
     """Reads what the formats' own packages wrote."""
