@@ -154,7 +154,8 @@ def load(
         dtype: "float32", "bfloat16" or "float16"; None: bfloat16 on a GPU and float32 elsewhere.
         weights: "auto", or None, keeps quantised matrices as the file has them where kernels can
             multiply by them (in bfloat16 on a Hopper GPU), and widens others to `dtype`; matrices
-            that `save` wrote stay as they are. "plain" widens all. "q8_0" stores all matrices in
+            that `save` wrote stay as they are. "stored" keeps them on any device, where XLA may
+            have to widen one for each product. "plain" widens all. "q8_0" stores all matrices in
             blocks of 32 8-bit integers with a scale, 8.5 bits per number, either as stored or
             converted. "bf16" is "plain" for a model in bfloat16.
         revision: a branch, tag or commit, for Hub ids.

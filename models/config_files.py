@@ -56,11 +56,6 @@ def folder_config(folder: Path) -> tuple[ModelConfig, bool]:
 
 def gguf_config(store: GGUFFile) -> ModelConfig:
     """Returns a GGUF file's config, including RoPE factors stored as a tensor."""
-    if (num_files := store.metadata.get("split.count", 1)) not in (0, 1):
-        raise ValueError(
-            f"{store.path} is one of {num_files} files: must be a single file, merge them with "
-            "gguf-split"
-        )
     stated = store.metadata.get("general.architecture")
     family = family_of(stated, f"{store.path}: general.architecture", GGUF_FAMILIES)
     config = checked_config(

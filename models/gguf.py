@@ -6,6 +6,7 @@ seconds to read a vocabulary. Here every number is checked against the file's si
 
 import math
 import mmap
+import re
 import struct
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from jsparse.pallas_kernels.weight_blocks import Form
 
 _VERSIONS = (2, 3)
+_SPLIT_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 _STRING, _ARRAY = 8, 9
 _SCALARS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 _MAX_DIMS = 4
@@ -47,8 +49,9 @@ _Info = tuple[str, GGMLQuantizationType, tuple[int, ...], int]  # name, kind, sh
 
 
 class _GGUFTensor(NamedTuple):
-    """A tensor's location in the file."""
+    """A tensor's location in a file."""
 
+    path: Path
     kind: GGMLQuantizationType
     shape: tuple[int, ...]
     start: int
@@ -56,26 +59,28 @@ class _GGUFTensor(NamedTuple):
 
 
 class GGUFFile:
-    """Access to a GGUF file's metadata and tensors.
+    """Access to the metadata and tensors of a GGUF file, or of a model split into several.
 
     Attributes:
-        metadata: the values by key, as Python numbers, strings and lists.
+        path: the file, the first of several.
+        metadata: the first file's values by key, as Python numbers, strings and lists.
         shapes: the shapes by tensor name, [out, in] for a linear map.
     """
 
     def __init__(self, path: Path):
-        """Reads the header; raises ValueError if it is malformed or inconsistent."""
-        if not path.is_file():
-            raise FileNotFoundError(f"{path} does not exist")
+        """Reads the headers.
+
+        Raises:
+            FileNotFoundError: the file, or another of a split model, does not exist.
+            ValueError: a header is malformed or inconsistent, or the file is not the first.
+        """
         self.path = path
-        if path.stat().st_size < 24:
-            raise ValueError(f"{path} has {path.stat().st_size} bytes: a GGUF file has at least 24")
-        with (
-            path.open("rb") as stream,
-            mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data,
-        ):
-            header = _Header(path, data)
-            self.metadata, self._tensors = header.parse()
+        self.metadata, self._tensors = _read_header(path)
+        for other in _other_files(path, self.metadata):
+            _, tensors = _read_header(other)
+            if twice := self._tensors.keys() & tensors.keys():
+                raise ValueError(f"{other} holds {min(twice)!r} again")
+            self._tensors |= tensors
         self.shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
 
     def nbytes(self, name: str) -> int:
@@ -119,10 +124,41 @@ class GGUFFile:
 
     def _raw(self, name: str) -> np.ndarray:
         tensor = self._tensors[name]
-        raw = np.fromfile(self.path, np.uint8, tensor.nbytes, offset=tensor.start)
+        raw = np.fromfile(tensor.path, np.uint8, tensor.nbytes, offset=tensor.start)
         if raw.size != tensor.nbytes:
-            raise ValueError(f"{self.path}: {name} ends after {raw.size} of {tensor.nbytes} bytes")
+            raise ValueError(
+                f"{tensor.path}: {name} ends after {raw.size} of {tensor.nbytes} bytes"
+            )
         return raw
+
+
+def _read_header(path: Path) -> tuple[dict[str, Any], dict[str, _GGUFTensor]]:
+    """Returns a file's metadata and tensors."""
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} does not exist")
+    if path.stat().st_size < 24:
+        raise ValueError(f"{path} has {path.stat().st_size} bytes: a GGUF file has at least 24")
+    with (
+        path.open("rb") as stream,
+        mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data,
+    ):
+        return _Header(path, data).parse()
+
+
+def _other_files(path: Path, metadata: dict[str, Any]) -> list[Path]:
+    """Returns the files of a split model after the first, as llama.cpp's gguf-split names them."""
+    count, nth = metadata.get("split.count", 1), metadata.get("split.no", 0)
+    if count in (0, 1):
+        return []
+    found = _SPLIT_NAME.fullmatch(path.name)
+    if found is None or int(found[2]) != nth + 1 or int(found[3]) != count:
+        raise ValueError(
+            f"{path} is file {nth + 1} of {count}: must be named *-{nth + 1:05}-of-{count:05}.gguf"
+        )
+    names = [f"{found[1]}-{one:05}-of-{count:05}.gguf" for one in range(1, count + 1)]
+    if nth:
+        raise ValueError(f"{path} is file {nth + 1} of {count}: must be the first, {names[0]}")
+    return [path.with_name(name) for name in names[1:]]
 
 
 class _Header:
@@ -242,7 +278,7 @@ class _Header:
                 raise self._error(
                     f"has {self._size} bytes, but {name!r} ends at {end}: truncated or damaged"
                 )
-            tensors[name] = _GGUFTensor(kind, shape, data_start + offset, nbytes)
+            tensors[name] = _GGUFTensor(self._path, kind, shape, data_start + offset, nbytes)
         end, last = data_start, ""
         for name, tensor in sorted(tensors.items(), key=lambda item: item[1].start):
             if tensor.start < end:

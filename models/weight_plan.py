@@ -1,8 +1,8 @@
 """Chooses the format of each weight of a model before any of them is read.
 
 With "auto", a matrix stays as its file has it if a kernel multiplies by it here, and is widened to
-numbers of the model's dtype otherwise. `jsparse.load` follows this plan, and `jsparse info` prints
-it.
+numbers of the model's dtype otherwise; with "stored", it also stays without kernels. `jsparse.load`
+follows this plan, and `jsparse info` prints it.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -17,7 +17,7 @@ from jsparse.models.weights import TensorStore, Weight
 from jsparse.pallas_kernels.quantized_product.api import no_kernel
 from jsparse.pallas_kernels.weight_blocks import FORMS, Form
 
-WEIGHTS = ("auto", "q8_0", "plain", "bf16")
+WEIGHTS = ("auto", "stored", "plain", "q8_0", "bf16")
 _FLOATS = {"float32", "bfloat16", "float16"}
 NO_EXPERTS = "holds experts, which are not stored in blocks: must be 'auto' or 'plain'"
 
@@ -46,7 +46,7 @@ class Planned(NamedTuple):
 
 
 def parse_weights(weights: Any, dtype: Any) -> str:
-    """Returns "auto", "q8_0" or "plain" for an option of `jsparse.load`, for a model's dtype.
+    """Returns an option of `jsparse.load` for a model's dtype, with "plain" for "bf16".
 
     Raises:
         ValueError: it is none of them, or "bf16" for another dtype.
@@ -115,7 +115,7 @@ def plan_weight(
     if form is None:
         return found._replace(reason="joins tensors of different formats")
     reason = misfit(weight.path, width, form, ranks)
-    if reason is None and not saved:
+    if reason is None and not saved and option != "stored":
         sizes = (out, width // ranks) if sums_over_ranks(weight.path) else (out // ranks, width)
         why = no_kernel(form, *sizes, dtype)
         reason = why and f"a kernel {why}"

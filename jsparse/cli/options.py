@@ -27,11 +27,11 @@ DtypeOption = Annotated[
     Option(help="Type of the weights; the default is bfloat16 on a GPU, float32 elsewhere."),
 ]
 WeightsOption = Annotated[
-    Literal["auto", "q8_0", "plain", "bf16"] | None,
+    Literal["auto", "stored", "plain", "q8_0", "bf16"] | None,
     Option(
-        help="auto, the default, keeps a file's 4- to 8-bit matrices where kernels read them; "
-        "plain widens them to the dtype; q8_0 stores all in 8-bit blocks; bf16 is plain in "
-        "bfloat16."
+        help="auto, the default, keeps a file's 4- to 8-bit matrices where kernels read them, "
+        "stored on any device; plain widens them to the dtype; q8_0 stores all in 8-bit blocks; "
+        "bf16 is plain in bfloat16."
     ),
 ]
 KVCacheDtypeOption = Annotated[

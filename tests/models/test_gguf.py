@@ -193,19 +193,32 @@ def test_embedding_has_rows_without_a_token_only_if_the_file_has_them(tmp_path):
                 load(file, tokenizer=Tokenizer(core))
 
 
-@pytest.mark.parametrize("nth", [0, 1])
-def test_split_file_is_refused(nth, tmp_path):
-    file = tmp_path / f"m-0000{nth + 1}-of-00002.gguf"
-    writer = gguf.GGUFWriter(file, "llama")
-    if nth:  # only the first file states the model
-        writer.kv_data[0].clear()
-    writer.add_uint16("split.count", 2)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
-    refuses(file, "one of 2 files")
-    with pytest.raises(ValueError, match="one of 2 files"):
-        read_config(file)
+def split_in_three(folder):
+    """Writes a small model as one file, and as three by the format's own library."""
+    whole = write_gguf(folder / "whole.gguf", SMALL, TENSORS)
+    count = -(-len(TENSORS) // 3)
+    write_gguf(folder / "m.gguf", SMALL, TENSORS, split_max_tensors=count)
+    return whole, sorted(folder.glob("m-*.gguf"))
+
+
+def test_split_model_is_that_of_one_file(tmp_path):
+    whole, files = split_in_three(tmp_path)
+    assert len(files) == 3
+    jax.tree.map(np.testing.assert_array_equal, load(files[0]).weights, load(whole).weights)
+
+
+def test_split_model_must_be_complete_and_begin_with_its_first_file(tmp_path):
+    _, files = split_in_three(tmp_path)
+    refuses(files[1], "is file 2 of 3: must be the first, m-00001-of-00003.gguf")
+    renamed = files[0].rename(tmp_path / "other.gguf")
+    refuses(renamed, "is file 1 of 3: must be named .*-00001-of-00003.gguf")
+    renamed.rename(files[0])
+    files[2].write_bytes(files[1].read_bytes())
+    with pytest.raises(ValueError, match=r"m-00003-of-00003.gguf holds '.*' again"):
+        load(files[0])
+    files[2].unlink()
+    with pytest.raises(FileNotFoundError, match=r"m-00003-of-00003.gguf does not exist"):
+        read_config(files[0])
 
 
 @settings(

@@ -91,6 +91,13 @@ def test_matrices_are_widened_without_kernels(tmp_path):
     assert told["device_weight_bytes"] == sum(x.nbytes for x in jax.tree.leaves(wide.weights))
 
 
+def test_stored_matrices_stay_without_kernels(tmp_path):
+    file, expected = written(tmp_path / "m.gguf", MIXTURE)
+    kept = load(file, dtype="float32", weights="stored")
+    assert kept.forms == {Q4_K, Q6_K, JOINED}
+    jax.tree.map(np.testing.assert_array_equal, jax.jit(numbers_of)(kept.weights), expected)
+
+
 def test_info_describes_the_formats_that_loading_gives(kernels, tmp_path):
     kinds = {"v_proj": "q5_1", "down_proj": "q5_1", "up_proj": "q5_k"}
     file, expected = written(tmp_path / "m.gguf", kinds)

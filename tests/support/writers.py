@@ -234,6 +234,7 @@ def write_gguf(
     metadata: dict[str, Any] | None = None,
     tokens: list[str] | None = None,
     settings: dict[str, int | float | str] | None = None,
+    split_max_tensors: int = 0,
 ) -> Path:
     """Writes a GGUF file in the layout of llama.cpp's converter, with the format's own library.
 
@@ -247,9 +248,10 @@ def write_gguf(
             architecture.
         tokens: a vocabulary; None: the file has no tokenizer.
         settings: general.sampling keys, without that prefix.
+        split_max_tensors: the number of tensors in each of several files; 0: one file has all.
     """
     architecture = architecture_of(config)
-    writer = gguf.GGUFWriter(file, architecture)
+    writer = gguf.GGUFWriter(file, architecture, split_max_tensors=split_max_tensors)
     integers = {
         "block_count": config["num_hidden_layers"],
         "context_length": config["max_position_embeddings"],
