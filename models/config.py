@@ -102,12 +102,14 @@ class Experts:
     ranks: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("number", "chosen", "intermediate_size", "shared_size"):
+        for name in ("number", "chosen", "intermediate_size", "shared_size", "ranks"):
             value, least = getattr(self, name), int(name != "shared_size")
             if type(value) is not int or value < least:
                 raise ValueError(
                     f"experts.{name}={value!r}: must be an integer of at least {least}"
                 )
+        if not isinstance(self.normalized, bool):
+            raise ValueError(f"experts.normalized={self.normalized!r}: must be true or false")
         if self.number > MAX_EXPERTS:
             raise ValueError(f"experts.number={self.number}: must be at most {MAX_EXPERTS}")
         if self.chosen > self.number:
@@ -205,7 +207,6 @@ class ModelConfig:
                 f"rope_factors has {len(self.rope_factors)} entries: must be head_dim / 2 = "
                 f"{self.head_dim // 2}"
             )
-
         if self.windows and len(self.windows) != self.num_layers:
             raise ValueError(
                 f"windows has {len(self.windows)} entries: must have one per layer, "
@@ -270,11 +271,11 @@ def require(config: dict[str, Any], key: str) -> Any:
     return config[key]
 
 
-def whole_field(config: dict[str, Any], key: str) -> int:
-    """Returns config[key]; raises a ValueError that names it unless it is an integer above 0."""
+def whole_field(config: dict[str, Any], key: str, least: int = 1) -> int:
+    """Returns config[key]; raises a ValueError that names it unless it is an integer >= least."""
     value = require(config, key)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"config field {key}={value!r}: must be an integer of at least 1")
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"config field {key}={value!r}: must be an integer of at least {least}")
     return value
 
 

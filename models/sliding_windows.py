@@ -3,13 +3,14 @@
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from jsparse.models.config import refuse, require, whole_field
+from jsparse.models.config import refuse, whole_field
 
 Windows = Literal["never", "stated", "switched"]
 """When a family's `sliding_window` applies: in no model, always, or with `use_sliding_window`."""
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 _MOST_LAYERS = 10_000  # a limit on the tuple's memory; models have a hundred
+_DEFAULT = {"sliding_window": 4096}  # transformers' for Mistral and Qwen; null: no window
 
 
 def windows_from_hf(config: dict[str, Any], rule: Windows) -> tuple[int | None, ...]:
@@ -18,7 +19,10 @@ def windows_from_hf(config: dict[str, Any], rule: Windows) -> tuple[int | None, 
     `layer_types` lists the layers with a window. Without it, a window that is switched on applies
     from layer `max_window_layers` on.
     """
-    kinds = config.get("layer_types") or ()
+    config = _DEFAULT | config
+    kinds = config.get("layer_types") or []
+    if not isinstance(kinds, list):
+        raise ValueError(f"config field layer_types={kinds!r}: must be a list")
     for kind in kinds:
         refuse({"layer_types": kind}, "layer_types", (FULL, SLIDING))
     refuse(config, "use_sliding_window", (False, True) if rule == "switched" else (False,))
@@ -36,7 +40,7 @@ def windows_from_hf(config: dict[str, Any], rule: Windows) -> tuple[int | None, 
         raise ValueError(
             f"config field num_hidden_layers={layers}: must be at most {_MOST_LAYERS} with a window"
         )
-    first = require(config, "max_window_layers") if rule == "switched" and not kinds else 0
+    first = whole_field(config, "max_window_layers", 0) if rule == "switched" and not kinds else 0
     kinds = kinds or [FULL if layer < first else SLIDING for layer in range(layers)]
     return tuple(window if kind == SLIDING else None for kind in kinds)
 

@@ -138,7 +138,6 @@ def test_fields_may_be_null_or_disabled():
 def test_windows_are_those_of_transformers():
     sliding, full = "sliding_attention", "full_attention"
     for family, stated, windows in [
-        ("mistral", {}, ()),
         ("mistral", {"sliding_window": None}, ()),
         ("mistral", {"sliding_window": 64}, (64, 64)),
         ("mistral", {"sliding_window": 64, "layer_types": [full, sliding]}, (None, 64)),
@@ -148,10 +147,20 @@ def test_windows_are_those_of_transformers():
          (None, 64)),
         ("qwen3", {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 28},
          (None, None)),
+        ("qwen2", {"use_sliding_window": True, "max_window_layers": 1}, (None, 4096)),
         ("llama", {"sliding_window": 64}, ()),
     ]:  # fmt: skip
         read = FAMILIES[family].config_from_hf(hf_config(family, **stated))
         assert read.windows == windows, (family, stated)
+    unstated = hf_config("mistral")
+    del unstated["sliding_window"]
+    assert FAMILIES["mistral"].config_from_hf(unstated).windows == (4096, 4096)
+
+
+def test_experts_have_valid_fields():
+    for name, value in (("ranks", 0), ("normalized", "yes"), ("shared_size", -1), ("chosen", 7)):
+        with pytest.raises(ValueError, match=rf"experts\.{name}={value!r}: must be"):
+            replace(EXPERTS["qwen3_moe"], **{name: value})
 
 
 def test_window_of_at_least_the_context_is_none():

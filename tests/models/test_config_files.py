@@ -62,6 +62,7 @@ def test_config_that_cannot_be_decoded_is_refused(tmp_path):
         ("mistral", {"sliding_window": 16, "layer_types": ["full_attention"]}),
         ("mistral", {"layer_types": ["full_attention", "chunked_attention"]}),
         ("qwen2", {"use_sliding_window": True, "sliding_window": 16}),
+        ("qwen2", {"use_sliding_window": True, "max_window_layers": 1.5}),
         ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}),
         ("qwen3", {"head_dim": None}),
         ("qwen3_moe", {"decoder_sparse_step": 2}),

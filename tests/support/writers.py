@@ -38,6 +38,8 @@ def hf_config(family: str, **changes: Any) -> dict[str, Any]:
         "rope_theta": 5000.0,
         "tie_word_embeddings": False,
     }
+    if family == "mistral":
+        config["sliding_window"] = None
     if family.endswith("moe"):
         sizes = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
         config |= sizes | {"norm_topk_prob": family not in SHARED}
