@@ -26,7 +26,12 @@ from jsparse.evaluation.channel_calibration import chunk_queries
 from jsparse.hooks import PrefillView, State
 from jsparse.hyper_parameters import flag, number_in, whole_number
 from jsparse.machine.jax_settings import own_settings
-from jsparse.models.checkpoint import Params, require_on_one_device, require_params
+from jsparse.models.checkpoint import (
+    Params,
+    require_full_attention,
+    require_on_one_device,
+    require_params,
+)
 from jsparse.policies.head_gates import HeadGates
 from jsparse.policies.lfps_variants import scaled_products
 from jsparse.policy import Policy, at_layer
@@ -76,11 +81,12 @@ def calibrate_heads(
         on_progress: a callable that receives ("prefill", done, total), in tokens.
 
     Raises:
-        ValueError: an argument is out of range, or four repetitions do not fit in the model's
-            context or in memory.
+        ValueError: an argument is out of range, the model has sliding windows, or four repetitions
+            do not fit in its context or in memory.
     """
     require_params(params)
     require_on_one_device(params)
+    require_full_attention(params)
     config = params.config
     most = min((config.max_position_embeddings - 1) // REPEATS, config.vocab_size)
     tokens = min(TOKENS, most) if tokens is None else tokens

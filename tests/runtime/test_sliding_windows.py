@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import jsparse
+from jsparse.evaluation.head_calibration import calibrate_heads
 from jsparse.evaluation.inspection import inspect_step
 from jsparse.models.checkpoint import Params, load
 from tests.support.marks import slow_except
@@ -72,3 +73,5 @@ def test_uses_that_need_all_tokens_are_refused():
         inspect_step(params, "dense", prompt)
     with pytest.raises(ValueError, match=r"params=.*sliding windows of 23 tokens"):
         jsparse.compare(params, prompt * 4, ["quest"])
+    with pytest.raises(ValueError, match=r"params=.*sliding windows of 23 tokens"):
+        calibrate_heads(params)
