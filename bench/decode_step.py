@@ -84,6 +84,7 @@ def jsparse_step(
     from jsparse.benchmark.random_cache import full_session
     from jsparse.benchmark.steps import few_in_flight
     from jsparse.cache import CacheSpec
+    from jsparse.models.experts import unread_bytes
     from jsparse.runtime.sampling import greedy
 
     method = parse(policy, context)
@@ -138,7 +139,7 @@ def jsparse_step(
         "seconds": spread(times),
         "warm_up": warm_up,
         "compile_seconds": compiled,
-        "weight_bytes": int(nbytes(arrays) - unread_bytes(params, batch)) // ranks,
+        "weight_bytes": int(nbytes(arrays) - unread_bytes(config, arrays, batch)) // ranks,
         "embedding_bytes": 0 if config.tie_word_embeddings else embedding // ranks,
         "cache_bytes": spec.nbytes,
         "attended_fraction": float(shares.attended.mean()),
@@ -174,16 +175,6 @@ def nbytes(arrays: Any) -> int:
     import jax
 
     return sum(leaf.nbytes for leaf in jax.tree.leaves(arrays))
-
-
-def unread_bytes(params: Any, rows: int) -> float:
-    """Returns the bytes of the experts that no row is expected to have in a step."""
-    if (experts := params.config.experts) is None:
-        return 0
-    layers = params.weights["params"]
-    names = [f"layers_{i}" for i in range(params.config.num_layers)]
-    of_experts = nbytes([layers[name]["mlp"]["experts"] for name in names])
-    return of_experts * (1 - experts.chosen / experts.number) ** rows
 
 
 def huggingface_step(batch: int, context: int, mode: str) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
 from jsparse import ranks
-from jsparse.models.config import Experts
+from jsparse.models.config import Experts, ModelConfig
 from jsparse.models.linear import Delta, Dense, add_and_norm
 from jsparse.models.parameters import parameter
 from jsparse.pallas_kernels.expert_choice import expert_choice
@@ -101,3 +101,12 @@ class ExpertsMLP(nn.Module):
         number = self.experts.own
         nth = chosen - ranks.rank() * number
         return jnp.where((nth >= 0) & (nth < number), nth, number)
+
+
+def unread_bytes(config: ModelConfig, weights: Any, tokens: int) -> float:
+    """Returns the bytes of experts that none of `tokens` tokens has, if all choose at random."""
+    if (experts := config.experts) is None:
+        return 0.0
+    layers = [weights["params"][f"layers_{i}"] for i in range(config.num_layers)]
+    of_experts = sum(x.nbytes for x in jax.tree.leaves([x["mlp"]["experts"] for x in layers]))
+    return of_experts * (1 - experts.chosen / experts.number) ** tokens

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from jsparse.machine import memory
 from jsparse.models.checkpoint import Params
+from jsparse.models.experts import unread_bytes
 
 BYTES_TO_MOVE = 2**30  # of the array that measures bandwidth
 MOVES = 8
@@ -28,14 +29,15 @@ def memory_bandwidth() -> float:
     return 2 * moved.nbytes / min(seconds)
 
 
-def read_bytes(params: Params) -> int:
-    """Returns the bytes of weights that a step must read on each device.
+def read_bytes(params: Params, batch: int) -> int:
+    """Returns the bytes of weights that a step of `batch` tokens must read on each device.
 
     An input embedding that the output does not share is not counted, since a step reads only a row
-    of it per token.
+    of it per token. Of experts, as many count as random choices have on average.
     """
     read = dict(params.weights["params"])
     if not params.config.tie_word_embeddings:
         del read["embed"]
     ranks = 1 if params.mesh is None else params.mesh.size
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(read)) // ranks
+    unread = unread_bytes(params.config, params.weights, batch)
+    return int(sum(leaf.nbytes for leaf in jax.tree.leaves(read)) - unread) // ranks

@@ -3,9 +3,9 @@
 The cache is full of random K and V (jsparse.benchmark.random_cache), tokens are chosen greedily and
 fed back on the device, and the steps run in the loop of `jsparse.generate`. The floor is the time
 in which the device's memory delivers the bytes that a step must read: all weights once (only the
-tokens' rows of an input embedding that the output does not share), and the K and V that the policy
-attends to. It includes neither a policy's reads for selection nor computation. For a model spread
-over devices, bytes are per device.
+tokens' rows of an input embedding that the output does not share, and the experts of random
+choices), and the K and V that the policy attends to. It includes neither a policy's reads for
+selection nor computation. For a model spread over devices, bytes are per device.
 """
 
 import logging
@@ -69,10 +69,10 @@ def measure(
         bandwidth: the bandwidth of the device's memory in bytes/s; None: measure it.
 
     Returns:
-        bandwidth (bytes/s), bandwidth_measured, steps_per_iteration, num_iters, weight_bytes (read
-        by a step) and results, a dict per measurement: policy, policy_that_runs, batch, context,
-        warm_up_steps, ms (median, min and max, per step), over_dense, tokens_per_second, attended
-        and read (shares of the tokens), attended_bytes, floor_ms, over_floor and kernels (by op).
+        bandwidth (bytes/s), bandwidth_measured, steps_per_iteration, num_iters and results, a dict
+        per measurement: policy, policy_that_runs, batch, context, warm_up_steps, ms (median, min
+        and max, per step), over_dense, tokens_per_second, attended and read (shares of the tokens),
+        weight_bytes and attended_bytes (read by a step), floor_ms, over_floor and kernels (by op).
 
     Raises:
         ValueError: an argument is out of range, a policy is invalid, or the cache does not fit the
@@ -90,13 +90,14 @@ def measure(
         for size in sizes
     ]
     bytes_per_second = memory_bandwidth() if bandwidth is None else bandwidth
-    weights = read_bytes(params)
     results: list[dict[str, Any]] = []
     for of_size in runs:
         rows = [_measured(params, each) for each in of_size]
         for row in rows:
             row["over_dense"] = rows[0]["ms"]["median"] / row["ms"]["median"]
-            row["floor_ms"] = 1e3 * (weights + row["attended_bytes"]) / bytes_per_second
+            row["weight_bytes"] = read_bytes(params, row["batch"])
+            read = row["weight_bytes"] + row["attended_bytes"]
+            row["floor_ms"] = 1e3 * read / bytes_per_second
             row["over_floor"] = row["ms"]["median"] / row["floor_ms"]
         results += rows
     return {
@@ -104,7 +105,6 @@ def measure(
         "bandwidth_measured": bandwidth is None,
         "steps_per_iteration": steps,
         "num_iters": num_iters,
-        "weight_bytes": weights,
         "results": results,
     }
 

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jsparse.models.experts import unread_bytes
 from jsparse.server.metrics import kv_cache_usage
 from jsparse.server.prompt_stream import PromptStream
 from jsparse.server.service import Service
@@ -34,8 +35,8 @@ class Live:
         leaves = jax.tree.leaves(self._engine.params.weights)
         # of one device, like all values below: several devices read their memory in parallel
         mesh = self._engine.params.mesh
-        devices = 1 if mesh is None else mesh.size
-        self._weight_bytes = sum(leaf.nbytes for leaf in leaves) / devices
+        self._devices = 1 if mesh is None else mesh.size
+        self._weight_bytes = sum(leaf.nbytes for leaf in leaves) / self._devices
         self._token_bytes = self._engine.spec.token_bytes
         self._bandwidth = BANDWIDTH.get(jax.devices()[0].device_kind)
         self._seen: deque[tuple[float, int]] = deque()
@@ -68,10 +69,17 @@ class Live:
         }
 
     def dense_bound(self, lengths: list[int]) -> float | None:
-        """Returns the most tokens/s of dense decoding, which reads weights, K and V once."""
+        """Returns the most tokens/s of dense decoding, which reads weights, K and V once.
+
+        Of experts, as many count as random choices have on average.
+        """
         if self._bandwidth is None or not lengths:
             return None
-        step = self._weight_bytes + self._token_bytes * sum(lengths)
+        config = self._engine.params.config
+        unread = unread_bytes(config, self._engine.params.weights, len(lengths)) / self._devices
+        windows = config.windows or (None,)
+        tokens = sum(min(length, window or length) for length in lengths for window in windows)
+        step = self._weight_bytes - unread + self._token_bytes * tokens / len(windows)
         return len(lengths) * self._bandwidth / step
 
     def _speed(self) -> float:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import jsparse
+from jsparse.benchmark.memory_floor import read_bytes
 from jsparse.evaluation.info import describe
 from jsparse.models.checkpoint import Params, load, spread
 from jsparse.models.config import Experts
@@ -126,6 +127,14 @@ def test_active_parameters_leave_out_other_experts():
     assert told["parameters"] - told["active_parameters"] == 2 * 4 * 3 * 32 * 16
     assert told["parameters"] == sum(x.size for x in jax.tree.leaves(model("qwen3_moe").weights))
     assert "q8_0" not in told["weight_bytes"]
+
+
+def test_floor_of_a_step_counts_expected_experts():
+    params = model("qwen3_moe")
+    most = sum(x.nbytes for x in jax.tree.leaves(params.weights)) - 256 * 32 * 4  # the embedding
+    of_experts = 2 * 6 * 3 * 32 * 16 * 4  # layers, experts, matrices
+    for tokens, unread in ((1, 2 / 3), (2, 4 / 9)):  # a token has 2 of 6 experts
+        assert read_bytes(params, tokens) == pytest.approx(most - unread * of_experts, abs=1)
 
 
 def test_blocks_of_experts_are_refused():

@@ -5,19 +5,25 @@ import itertools
 import json
 import logging
 import re
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import jax
+import numpy as np
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families as families
 
+from jsparse.models.config import Experts
 from jsparse.server.live import Live
 from jsparse.text.short_names import short_name
 from tests.support import patient
 from tests.support.raw_http import connected, post
 from tests.support.serving import hand_over, hold
 from tests.support.serving_http import a_service, an_engine, at_rest, serving, soon
+from tests.support.tiny import tiny_params
 
 WORDS = "w3 w14 w15 w92 w65"
 GREEDY = {"model": "tiny", "temperature": 0}
@@ -367,6 +373,23 @@ def test_bound_of_dense_decoding(service, monkeypatch):
     read = weights + 300 * 2 * 2 * 16 * 4
     assert live.dense_bound([100, 200]) == pytest.approx(2 * 1e12 / read)
     assert live.dense_bound([]) is None
+
+
+@pytest.mark.parametrize(("windows", "tokens"), [((), 300), ((20, None), 170)])
+def test_bound_counts_windows_and_expected_experts(windows, tokens, monkeypatch):
+    experts = Experts(number=4, chosen=1, intermediate_size=8, normalized=True)
+    config = replace(tiny_params().config, num_layers=2, windows=windows, experts=experts)
+    layer = {"mlp": {"experts": np.zeros(1600, np.uint8)}, "norm": np.zeros(100, np.uint8)}
+    params = SimpleNamespace(
+        config=config, mesh=None, weights={"params": {"layers_0": layer, "layers_1": layer}}
+    )
+    engine = SimpleNamespace(params=params, spec=SimpleNamespace(token_bytes=10))
+    service: Any = SimpleNamespace(ready=SimpleNamespace(engine=engine))
+    live = Live(service)
+    monkeypatch.setattr(live, "_bandwidth", 1e12)
+    # two rows leave out 9 of 16 experts
+    read = 2 * (1600 * 7 / 16 + 100) + 10 * tokens
+    assert live.dense_bound([100, 200]) == pytest.approx(2 * 1e12 / read)
 
 
 def test_keys(http, url):
