@@ -56,6 +56,21 @@ def test_texts_are_those_of_whole_passes(options):
     assert logits[len(prompt) - 1 : -1].argmax(-1).tolist() == out.token_ids
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen2_windows", "qwen3_moe"])
+def test_engine_gives_texts_of_whole_passes(name):
+    """Prompts of different lengths share a prefix, which the second call takes from the cache."""
+    params, (row, other) = model(name), expected_of(name)["tokens"][:, :64].tolist()
+    prompts = [row, row[:48], row[:48] + other[:9]]
+    llm = jsparse.LLM(params, "quest(budget=1024)", max_model_len=96)
+    options = jsparse.SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    for _ in range(2):
+        for prompt, out in zip(prompts, llm.generate(prompts, options), strict=True):
+            made = out.outputs[0].token_ids
+            logits = np.asarray(jsparse.logits(params, prompt + made))[0]
+            assert logits[len(prompt) - 1 : -1].argmax(-1).tolist() == made
+
+
 def test_window_of_a_saved_model_is_kept(tmp_path):
     params = model("qwen2_windows")
     jsparse.save(params, tmp_path / "saved")
