@@ -1,10 +1,10 @@
 """The decoder of all model families, which differ only in its configuration.
 
 The families are Llama 2/3.x, SmolLM2, Mistral, Qwen2/2.5, Qwen3 and the mixtures of experts
-Qwen2-MoE and Qwen3-MoE. The caller passes attention as a
-callable: `attend(layer, q, k, v) -> o`. Prefill, decoding and a plain dense pass are three such
-callables, so the decoder depends neither on the cache nor on how much of it is read. A caller that
-fuses the rotation of q and k with other work also passes `rotate(layer, heads) -> q, k, v`.
+Qwen2-MoE and Qwen3-MoE. The caller passes attention as a callable: `attend(layer, q, k, v) -> o`.
+Prefill, decoding and a plain dense pass are three such callables, so the decoder depends neither on
+the cache nor on how much of it is read. A caller that fuses the rotation of q and k with other work
+also passes `rotate(layer, heads) -> q, k, v`.
 
 Weights are a plain pytree. The q, k and v projections are one matrix [in, out] with columns ordered
 q | k | v, and likewise gate | up. Matrices in blocks (jsparse.pallas_kernels.weight_blocks) are
