@@ -11,10 +11,10 @@ step, fed back on the device, by the session's own loop. Contenders, each in its
 A policy's state is that after a prompt that filled the cache. path.py:function names one of your
 own. replayed(…) around an expression replays counts of bench/results/twilight_trace. --shape
 selects another model's shape for our steps: SmolLM2's, Qwen2.5 1.5B's, Llama 3.1 70B's or Qwen3
-30B-A3B's, whose floor counts as many of its experts as evenly random choices of all rows have.
---weights q8_0 stores matrices as 8-bit blocks, q4_k_m in llama.cpp's mixture of 4 and 6 bits;
---kv-cache-dtype int8 stores K and V as 8-bit integers. --ranks
-spreads the model over that number of GPUs; bytes are then per GPU. --profile adds a table of a
+30B-A3B's, whose floor counts the experts that random choices of all rows need on average. --weights
+q8_0 stores matrices as 8-bit blocks, q4_k_m in llama.cpp's mixture of 4 and 6 bits;
+--kv-cache-dtype int8 stores K and V as 8-bit integers. --ranks spreads the model over that number
+of GPUs; bytes are then per GPU. --profile adds a table of a
 step's kernels on the first GPU, from two programs under jax's profiler after all timings: name
 without its number, launches and microseconds per step, and the time during which any kernel ran.
 

@@ -33,7 +33,7 @@ def read_bytes(params: Params, batch: int) -> int:
     """Returns the bytes of weights that a step of `batch` tokens must read on each device.
 
     An input embedding that the output does not share is not counted, since a step reads only a row
-    of it per token. Of experts, as many count as random choices have on average.
+    of it per token. It counts the experts that random choices need on average.
     """
     read = dict(params.weights["params"])
     if not params.config.tie_word_embeddings:

@@ -71,7 +71,7 @@ class Live:
     def dense_bound(self, lengths: list[int]) -> float | None:
         """Returns the most tokens/s of dense decoding, which reads weights, K and V once.
 
-        Of experts, as many count as random choices have on average.
+        It counts the experts that random choices need on average.
         """
         if self._bandwidth is None or not lengths:
             return None

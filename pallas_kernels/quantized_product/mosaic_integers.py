@@ -49,10 +49,10 @@ WHOLE = 12_582_912.0  # 1.5 · 2^23: added to a float32, the last bits are the r
 class Digits(NamedTuple):
     """The arrangement of rows in fixed point.
 
-    Eight rows or more have a column of their product each, and two rows of digits: the high digits
-    of all, then the low ones. Tensor cores take eight rows of digits at least. With one, two or
-    four rows, as many segments of columns as fit have rows of their own, which are 0 elsewhere
-    ("diagonal"), so that one product is that of several segments.
+    Eight rows or more have a column of the product each, and two rows of digits: the high digits of
+    all, then the low ones. Tensor cores take at least eight rows of digits. One, two or four rows
+    are diagonal: each of 4, 2 or 1 consecutive segments of columns has rows of digits of its own,
+    which are 0 elsewhere, so that one product is that of several segments.
 
     Attributes:
         padded: rows of x: 1, 2, 4, or a multiple of 8.
