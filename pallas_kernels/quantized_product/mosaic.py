@@ -4,7 +4,8 @@ from typing import Any
 
 from jaxtyping import Array, Float, Float32
 
-from jsparse.pallas_kernels.quantized_product.mosaic_few import GROUPS, few_rows, group_of
+from jsparse.pallas_kernels.quantized_product.mosaic_few import few_rows
+from jsparse.pallas_kernels.quantized_product.mosaic_few_problem import GROUPS, group_of
 from jsparse.pallas_kernels.quantized_product.mosaic_many import many_rows
 from jsparse.pallas_kernels.weight_blocks import Blocks, form_of
 

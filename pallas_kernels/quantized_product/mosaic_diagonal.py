@@ -16,7 +16,6 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, math, memref, nvvm, vector
-from jaxtyping import Array, Float32
 
 from jsparse.pallas_kernels.mosaic_registers import (
     below,
@@ -168,34 +167,3 @@ def store(padded: int, out: Any, sums: Any) -> None:
                 memref.store(number, out, [index(four), index(plus(row, 8 * half))])
 
     put(out, sums)
-
-
-def emulated(
-    form: Form,
-    digits: Digits,
-    codes: Array,
-    numbers: list[Any],
-    x: tuple[Array, Array, Array],
-    acc: Float32[Array, "rows 8"],
-) -> Float32[Array, "rows 8"]:
-    """Emulates `add_chunk` in the interpreter.
-
-    `numbers` are the scales of segments, and their offsets or None, [segments, rows].
-    """
-    digits_of, units, sums = x
-    scales, offsets = numbers
-    size = digits.diagonal * digits.segment
-    for nth, begin in enumerate(range(0, codes.shape[1], size)):
-        product = codes[:, begin : begin + size] @ digits_of[:, begin : begin + size].T
-        product = product.reshape(ROWS, digits.diagonal, digits.padded, 2)
-        whole = (256 * product[..., 0] + product[..., 1]).astype(jnp.float32)
-        own = slice(nth * digits.diagonal, (nth + 1) * digits.diagonal)
-        segments = jnp.arange(own.start, own.stop)
-        terms = whole * units[segments * digits.segment // BLOCK]
-        if offsets is not None:
-            terms = terms + form.half / digits.sums * sums[own]
-        terms = terms * scales[own].T[..., None]
-        if offsets is not None:
-            terms = terms - offsets[own].T[..., None] * sums[own] / digits.sums
-        acc = acc.at[:, ::2].add(terms.reshape(ROWS, 4))
-    return acc

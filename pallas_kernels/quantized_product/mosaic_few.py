@@ -12,7 +12,6 @@ all, but differ from those of other backends.
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -23,13 +22,19 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Float32
 
-from jsparse.pallas_kernels.quantized_product.mosaic_diagonal import add_chunk, emulated
+from jsparse.pallas_kernels.quantized_product import mosaic_emulation as emulation
+from jsparse.pallas_kernels.quantized_product.mosaic_diagonal import add_chunk
 from jsparse.pallas_kernels.quantized_product.mosaic_diagonal import store as store_diagonal
+from jsparse.pallas_kernels.quantized_product.mosaic_few_problem import (
+    Problem,
+    best_parts,
+    chunk_columns,
+    group_of,
+    most_stages,
+)
 from jsparse.pallas_kernels.quantized_product.mosaic_integers import (
     SWIZZLE,
-    Digits,
     block_products,
-    fixed_point,
     put_in_fixed_point,
 )
 from jsparse.pallas_kernels.quantized_product.mosaic_shared import (
@@ -38,106 +43,7 @@ from jsparse.pallas_kernels.quantized_product.mosaic_shared import (
     store_registers,
     tiled,
 )
-from jsparse.pallas_kernels.weight_blocks import (
-    BLOCK,
-    SUPER,
-    Blocks,
-    Form,
-    codes_of,
-    form_of,
-    out_axis,
-    scales_and_offsets,
-)
-
-GROUPS = (
-    1,
-    2,
-    4,
-    16,
-    32,
-)  # maximum rows of x per launch; the division of the work depends only on these
-PARTS = (1, 2, 4, 8)
-MEMORY = 232_448  # bytes of shared memory per program
-DIGIT_BYTES = 2**16  # target bytes of it for a part of x
-UNIT_CHUNKS = 1  # overhead of a unit, in chunks
-
-
-@dataclass(frozen=True)
-class Problem:
-    """Sizes of one launch; the key of compiled kernels.
-
-    Attributes:
-        form: the format of the matrix.
-        rows: rows of x.
-        padded: rows of x in a product: 1, 2, 4 or a multiple of 8.
-        out, width: the sizes of the matrix.
-        columns: columns per chunk.
-        stages: chunks in shared memory, a multiple of `turns`.
-        turns: multiplying warpgroups.
-        parts: parts of the columns.
-        blocks: programs.
-        interpret: whether the kernel runs in the interpreter.
-    """
-
-    form: Form
-    rows: int
-    padded: int
-    out: int
-    width: int
-    columns: int
-    stages: int
-    turns: int
-    parts: int
-    blocks: int
-    interpret: bool
-
-    @property
-    def tiles(self) -> int:
-        return self.out // ROWS
-
-    @property
-    def units(self) -> int:
-        return self.tiles * self.parts
-
-    @property
-    def chunks(self) -> int:
-        """The number of chunks per part."""
-        return -(-self.width // (self.columns * self.parts))
-
-    @property
-    def part_columns(self) -> int:
-        return self.chunks * self.columns
-
-    @property
-    def at_once(self) -> int:
-        """The number of blocks with their products in registers at once."""
-        return (4 if self.padded <= 16 else 2) // (2 if self.halves and self.padded > 8 else 1)
-
-    @property
-    def halves(self) -> bool:
-        """Whether a block's halves have their own scales."""
-        return self.form.group < BLOCK
-
-    @property
-    def digits(self) -> Digits:
-        """The arrangement of x.
-
-        With factors of scales and mins, its sums are multiplied by half of the codes' range.
-        """
-        form = self.form
-        sums = (form.half if form.supers else 1) if form.mins else 0
-        return Digits(self.padded, min(form.group, BLOCK), 8 - form.bits, sums)
-
-    @property
-    def arrays(self) -> dict[str, tuple[tuple[int, int], Any]]:
-        """The shapes and dtypes of a chunk's arrays of the matrix."""
-        chunk = self.form.arrays(ROWS, self.columns)
-        return {name: (spec.shape, spec.dtype) for name, spec in chunk.items()}
-
-    @property
-    def others(self) -> int:
-        """The multiplying warpgroups after the first; at least 1, since no buffer may be empty."""
-        return max(self.turns - 1, 1)
+from jsparse.pallas_kernels.weight_blocks import BLOCK, SUPER, Blocks, form_of, out_axis
 
 
 def few_rows(
@@ -174,46 +80,6 @@ def few_rows(
         interpret=interpret,
     )
     return _kernel(problem)(x, *(matrix[name] for name in problem.arrays))
-
-
-def chunk_columns(form: Form, group: int) -> int:
-    """Returns the columns of a chunk: few with many rows, if its arrays have 128 bytes."""
-    return 128 if group == GROUPS[-1] and form.bits == 8 else 256
-
-
-def group_of(rows: int, form: Form) -> int:
-    """Returns the size in GROUPS that a launch of `rows` rows uses.
-
-    Four rows of digits leave no room for two halves of a block.
-    """
-    return next(most for most in GROUPS if rows <= most and (most, form.group) != (4, 16))
-
-
-def best_parts(out: int, width: int, columns: int, rows: int) -> int:
-    """Returns the number of parts that minimises the work of the busiest program.
-
-    The bits of a row of x depend on this number, so it depends on the size in GROUPS instead of the
-    actual number of rows.
-    """
-
-    def cost(parts: int) -> tuple[int, int]:
-        chunks = -(-width // (columns * parts))
-        blocks = BLOCKS_OF_H100 - BLOCKS_OF_H100 % parts
-        units = -(-out // ROWS * parts // blocks)
-        digits = 2 * rows * chunks * columns
-        return max(digits, DIGIT_BYTES), units * (chunks + UNIT_CHUNKS)
-
-    return min(PARTS, key=cost)
-
-
-def most_stages(form: Form, padded: int, columns: int, chunks: int, turns: int) -> int:
-    """Returns the number of chunks that fit in shared memory: a multiple of `turns`, at most 8."""
-    digits = Digits(padded, min(form.group, BLOCK))
-    numbers = 4 / BLOCK + (4 / digits.segment if form.mins else 0)  # units, and sums of x
-    of_x = chunks * columns * (digits.rows + padded * numbers)
-    others = 4 * ROWS * max(padded, 8) * turns + 8192  # sums, and alignment of all of these
-    room = int((MEMORY - of_x - others) / form.nbytes(ROWS, columns))
-    return max(min(room, 8) // turns, 1) * turns
 
 
 class Refs(NamedTuple):
@@ -315,7 +181,7 @@ def _rows_of(p: Problem, unit: Any) -> Any:
 def _multiply(p: Problem, r: Refs, warpgroup: Any) -> None:
     """Multiplies this warpgroup's chunks; the first warpgroup stores the sums of all."""
     part, units = _share(p)
-    put = _put if p.interpret else put_in_fixed_point
+    put = emulation.put_in_fixed_point if p.interpret else put_in_fixed_point
     first_column = part * p.part_columns
     put(r.x, r.digits_s, r.units_s, r.sums_of_x_s, first_column, p.turns, p.digits)
     if not p.interpret:
@@ -423,31 +289,15 @@ def _add(p: Problem, r: Refs, chunk: dict[str, Any], first: Any, acc: Any) -> An
 
 def _add_diagonal(p: Problem, r: Refs, chunk: dict[str, Any], first: Any, acc: Any) -> Any:
     """Adds a chunk's products with rows of x that are diagonal."""
-    if not p.interpret:
-        column = pl.multiple_of(first, p.columns)
-        of_x = r.digits_s.at[:, pl.ds(column, p.columns)], r.units_s, r.sums_of_x_s
-        return add_chunk(p.form, p.digits, chunk, of_x, column, acc)
-    matrix: Any = {name: ref[...] for name, ref in chunk.items()}
-    repeated = p.form.group // p.digits.segment
-    numbers = [
-        some if some is None else jnp.repeat(some, repeated, 0)
-        for some in scales_and_offsets(matrix, p.form)
-    ]
-
-    def of_chunk(array: Any, per: int, axis: int) -> Any:
-        return lax.dynamic_slice_in_dim(array, first // per, p.columns // per, axis)
-
-    digits, units = r.digits_s[...].astype(jnp.int32), r.units_s[...]
-    x = of_chunk(digits, 1, 1), of_chunk(units, BLOCK, 0), r.sums_of_x_s[...]
-    if p.form.mins:
-        x = *x[:2], of_chunk(x[2], p.digits.segment, 0)
-    codes = codes_of(matrix, p.form).astype(jnp.int32) << 8 - p.form.bits
-    return emulated(p.form, p.digits, codes, numbers, x, acc)
+    add = emulation.add_chunk if p.interpret else add_chunk
+    column = pl.multiple_of(first, p.columns)
+    of_x = r.digits_s.at[:, pl.ds(column, p.columns)], r.units_s, r.sums_of_x_s
+    return add(p.form, p.digits, chunk, of_x, column, acc)
 
 
 def _products(p: Problem, r: Refs, chunk: dict[str, Any], first: Any) -> Iterator[Any]:
     """Yields block, product, and half of the block (0 if whole), for all of a chunk."""
-    multiply = _block_products if p.interpret else block_products
+    multiply = emulation.block_products if p.interpret else block_products
     column = pl.multiple_of(first, p.columns)
     digits, count = r.digits_s.at[:, pl.ds(column, p.columns)], p.columns // BLOCK
     for start in range(0, count, p.at_once):
@@ -498,35 +348,10 @@ def _load(p: Problem, ref: Any, layout: Any) -> Any:
     return ref[...] if p.interpret else plgpu.load(ref, layout=layout)
 
 
-def _put(
-    x: Any, digits_s: Any, units_s: Any, sums_s: Any, first: Any, _: int, form: Digits
-) -> None:
-    """Emulates `put_in_fixed_point` in the interpreter."""
-    columns = digits_s.shape[1]
-    given = jnp.pad(x[...], ((0, form.padded - x.shape[0]), (0, PARTS[-1] * columns)))
-    given = lax.dynamic_slice(given, (0, first), (form.padded, columns))
-    digits_s[...], units_s[...], sums = fixed_point(given, form)
-    if form.sums:
-        sums_s[...] = sums
-
-
-def _block_products(
-    values_s: Any, high_s: Any, digits_s: Any, blocks: Sequence[int], bits: int, *, halves: bool
-) -> list[Any]:
-    """Emulates `block_products` in the interpreter."""
-    stored: Any = {"values": values_s[...]} | ({} if high_s is None else {"high": high_s[...]})
-    codes = codes_of(stored, Form(bits, BLOCK)).astype(jnp.int32) << 8 - bits
-    digits, size = digits_s[...].astype(jnp.int32), BLOCK // (1 + halves)
-    firsts = (block * BLOCK + at for block in blocks for at in range(0, BLOCK, size))
-    return [codes[:, at : at + size] @ digits[:, at : at + size].T for at in firsts]
-
-
 def _store(p: Problem, out: Any, sums: Any) -> None:  # [rows, ROWS], [ROWS, columns]
     """Stores the actual rows of x."""
     if p.interpret:
-        if p.digits.diagonal:
-            sums = jnp.sum(sums[:, ::2].reshape(ROWS, p.digits.diagonal, p.padded), 1)
-        out[...] = sums[:, : p.rows].T
+        emulation.store(p.digits, out, sums)
     elif p.digits.diagonal:
         store_diagonal(p.padded, out, sums)
     else:

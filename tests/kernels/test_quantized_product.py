@@ -13,6 +13,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jsparse.pallas_kernels.quantized_product import (
     mosaic,
     mosaic_few,
+    mosaic_few_problem,
     mosaic_many,
     quantized_product,
 )
@@ -105,15 +106,15 @@ INTEGERS = [case for case in OF_FORMS if case.form != "fp8"]
 
 def test_arrays_of_a_chunk_are_aligned_in_shared_memory():
     """TMA copies to multiples of 128 bytes."""
-    for form, group in product_of(ALL_FORMS.values(), mosaic_few.GROUPS):
-        columns = mosaic_few.chunk_columns(form, group)
+    for form, group in product_of(ALL_FORMS.values(), mosaic_few_problem.GROUPS):
+        columns = mosaic_few_problem.chunk_columns(form, group)
         for spec in form.arrays(64, columns).values():
             assert spec.size * spec.dtype.itemsize % 128 == 0
 
 
 def test_diagonal_products_have_whole_blocks():
     for form, rows in product_of(ALL_FORMS.values(), (1, 2, 3, 4)):
-        group = mosaic_few.group_of(rows, form)
+        group = mosaic_few_problem.group_of(rows, form)
         digits = Digits(group, min(form.group, 32))
         assert rows <= group
         assert digits.diagonal * digits.segment % 32 == 0
@@ -313,8 +314,8 @@ def test_kernels_instructions_widen_codes(name):
 
 
 def test_parts_keep_all_programs_busy():
-    for (out, width), rows in product_of(SHAPES[:3], mosaic_few.GROUPS):
-        parts = mosaic_few.best_parts(out, width, 256 if rows == 16 else 128, rows)
+    for (out, width), rows in product_of(SHAPES[:3], mosaic_few_problem.GROUPS):
+        parts = mosaic_few_problem.best_parts(out, width, 256 if rows == 16 else 128, rows)
         blocks = 132 - 132 % parts
         units = out // 64 * parts
         assert units / blocks / -(-units // blocks) > 0.9  # of the programs' time
