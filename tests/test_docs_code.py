@@ -169,7 +169,7 @@ def test_notebook_runs(monkeypatch, capsys):
 def test_training_example_runs(monkeypatch, capsys):
     """On a tiny model."""
     load, tiny = jsparse.load, ROOT / "tests" / "fixtures" / "hf" / "llama3" / "model.gguf"
-    monkeypatch.setattr(jsparse, "load", lambda name: load(tiny))
+    monkeypatch.setattr(jsparse, "load", lambda name, **options: load(tiny, **options))
     runpy.run_path(str(TRAINING))
     assert re.search(r"3 retrieval heads of 4.*attended +\d+%", capsys.readouterr().out, re.S)
 
