@@ -110,7 +110,8 @@ def quantized_product(
     Args:
         x: the rows. Kernels for few rows multiply integers, and convert x to fixed point, block by
             block: to integers of 16 bits, or of 24 in "triton" if x is float32. Most bfloat16
-            numbers are unchanged by this. A row with an infinite number gives NaN.
+            numbers are unchanged by this. A row with an infinite number gives NaN, and "mosaic" may
+            overflow for numbers from 2^108 on if the matrix has mins or factors of its scales.
         matrix: W [out, in], in blocks. For more than 32 rows (16 if the width is above 16,384, 4 if
             it is not divisible by 128 or the codes are floats, 2 above 32,768), "mosaic" rounds its
             numbers to the type of x. For fewer rows, and in "triton", only sums are rounded.

@@ -94,7 +94,11 @@ class Problem:
 
 
 def chunk_columns(form: Form, group: int) -> int:
-    """Returns the columns of a chunk: few with many rows, if its arrays have 128 bytes."""
+    """Returns the columns of a chunk.
+
+    32 rows of x leave room for fewer, but arrays of a chunk must fill the 128 bytes to which TMA
+    aligns them, which those of smaller codes then would not.
+    """
     return 128 if group == GROUPS[-1] and form.bits == 8 else 256
 
 

@@ -178,4 +178,9 @@ def test_scales_of_activations_and_the_cache_are_unused(tmp_path):
     one = np.ones(1, np.float32)
     unused = {f"model.layers.0.self_attn.{name}": one for name in ("k_scale", "v_scale")}
     config = CONFIG | {"quantization_config": FORMATS["fp8 of a tensor"].config}
-    jsparse.load(write_folder(tmp_path, config, tensors | unused))
+    folders = tmp_path / "with", tmp_path / "without"
+    loaded = [
+        jsparse.load(write_folder(folder, config, tensors | more)).weights
+        for folder, more in zip(folders, (unused, {}), strict=True)
+    ]
+    jax.tree.map(np.testing.assert_array_equal, *loaded)
