@@ -28,6 +28,7 @@ from jsparse.pallas_kernels.quantized_product.mosaic_diagonal import store as st
 from jsparse.pallas_kernels.quantized_product.mosaic_few_problem import (
     Problem,
     best_parts,
+    best_turns,
     chunk_columns,
     group_of,
     most_stages,
@@ -52,7 +53,7 @@ def few_rows(
     *,
     columns: int | None = None,
     stages: int | None = None,
-    turns: int = 2,
+    turns: int | None = None,
     parts: int | None = None,
     blocks: int = BLOCKS_OF_H100,
     interpret: bool = False,
@@ -67,6 +68,8 @@ def few_rows(
     padded = group if group < 8 else -(-rows // 8) * 8
     if columns is None:
         columns = chunk_columns(form, group)
+    if turns is None:
+        turns = best_turns(form, group)
     if parts is None:
         parts = best_parts(out, width, columns, group)
     chunks = -(-width // (columns * parts))

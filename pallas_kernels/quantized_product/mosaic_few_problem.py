@@ -110,6 +110,14 @@ def group_of(rows: int, form: Form) -> int:
     return next(most for most in GROUPS if rows <= most and (most, form.group) != (4, 16))
 
 
+def best_turns(form: Form, group: int) -> int:
+    """Returns the number of multiplying warpgroups.
+
+    Unpacking small codes for several rows leaves tensor cores idle, which twice as many fill.
+    """
+    return 4 if form.bits == 4 and group in (4, 16) else 2
+
+
 def best_parts(out: int, width: int, columns: int, rows: int) -> int:
     """Returns the number of parts that minimises the work of the busiest program.
 

@@ -214,13 +214,13 @@ def _multiply(p: Problem, r: Refs, warpgroup: Any) -> None:
     own = pl.ds(pl.multiple_of(warpgroup * ROWS, ROWS), ROWS)
     numbers_of, sum_up = (_numbers, _sum_values) if p.interpret else (widened, _sum_registers)
 
-    def widen(n):
+    def widen(first, n):
         slot = lax.rem(n, p.stages)
         plgpu.barrier_wait(r.full.at[slot])
         chunk = {}
         for name, piece in r.matrix_s.items():
             chunk[name] = piece.at[slot, own] if out_axis(name) == 0 else piece.at[slot, :, own]
-        return numbers_of(p.form, chunk)
+        return numbers_of(p.form, chunk, n - first)
 
     def x_of(n):
         return r.x_s.at[lax.rem(n, p.stages)]
@@ -232,7 +232,8 @@ def _multiply(p: Problem, r: Refs, warpgroup: Any) -> None:
         plgpu.barrier_arrive(r.free.at[lax.rem(n, p.stages)])
 
     def unit(unit, n):
-        sums = sum_up(p, n, n + unit.chunks - 1, widen, x_of, free)
+        widen_chunk = partial(widen, n - unit.first_chunk)
+        sums = sum_up(p, n, n + unit.chunks - 1, widen_chunk, x_of, free)
         _store(p, r, warpgroup, sums, unit)
 
     _each_unit(p, unit)
@@ -284,11 +285,13 @@ def _sum_values(p: Problem, first: Any, last: Any, widen: Any, x_of: Any, free: 
     return lax.fori_loop(first, last + 1, chunk, jnp.zeros((ROWS, p.row_tile), jnp.float32))
 
 
-def _numbers(form: Form, chunk: dict[str, Any]) -> Any:
-    """Returns a chunk's numbers, in the interpreter."""
+def _numbers(form: Form, chunk: dict[str, Any], nth: Any) -> Any:
+    """Returns the nth chunk's numbers, in the interpreter."""
     stored: Any = {name: ref[...] for name, ref in chunk.items()}
     if "high" in stored:
-        stored["high"] = stored["high"][:, : CHUNK * (form.bits - 4) // 8]
+        high, size = stored["high"], CHUNK * (form.bits - 4) // 8
+        first = lax.rem(nth, high.shape[1] // size) * size
+        stored["high"] = lax.dynamic_slice_in_dim(high, first, size, axis=1)
     numbers = codes_of(stored, form).astype(jnp.float32)
 
     def each(name: str) -> Any:
@@ -398,10 +401,7 @@ def _copy(p: Problem, r: Refs) -> None:
 
 def _place(piece: Piece, axis: int, out_row: Any, chunk: Any) -> tuple[Any, Any]:
     """Returns the place of a chunk's piece in its array, whose rows are on an axis."""
-    count = CHUNK // piece.columns
-    if count:
-        first = pl.multiple_of(chunk * count, count)
-    else:
-        first = lax.div(chunk, piece.columns // CHUNK)
-    rows, own = pl.ds(out_row, TILE), pl.ds(first, piece.shape[1 - axis])
+    size = piece.shape[1 - axis]
+    first = pl.multiple_of(lax.div(chunk * CHUNK, piece.columns * size) * size, size)
+    rows, own = pl.ds(out_row, TILE), pl.ds(first, size)
     return (own, rows) if axis else (rows, own)

@@ -13,7 +13,7 @@ from jsparse.pallas_kernels.weight_blocks import Form, out_axis
 WARPGROUPS = 2  # multiplying warpgroups
 TILE = ROWS * WARPGROUPS  # rows of the matrix per program: 64 per warpgroup
 CHUNK = 64  # columns
-BOX = 16  # minimum bytes of a row that TMA copies
+BOX = 16  # bytes by which the begin and the size of a row that TMA copies must be divisible
 ROW_TILES, PARTS = (64, 128, 256), (2, 4, 8)
 MULTICAST = 256  # minimum row tile that is multicast to a cluster of two programs
 UNIT_CHUNKS = 4  # overhead of a unit, in chunks
@@ -69,8 +69,8 @@ class Problem:
     def pieces(self) -> dict[str, Piece]:
         """A chunk's piece of each array.
 
-        It has a scale even if a group is longer than a chunk. Rows of the codes' fifth bits are
-        shorter than BOX, and end with some of the next chunk's.
+        It has a scale even if a group is longer than a chunk, and BOX bytes of the codes' fifth
+        bits, which are those of two chunks.
         """
         made = {}
         for name, spec in self.form.arrays(TILE, self.width).items():

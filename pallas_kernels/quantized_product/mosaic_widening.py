@@ -46,13 +46,14 @@ LARGE, FIRST, SECOND, SMALL = 15, 8, 4, 7
 SELECTOR = 0x7044
 
 
-def widened(form: Form, chunk: dict[str, Any]) -> list[Any]:
+def widened(form: Form, chunk: dict[str, Any], nth: Any) -> list[Any]:
     """Returns tensor core operands, [64, 32] per block.
 
     Args:
         form: the format of the matrix.
         chunk: 64 rows of the matrix's arrays. Rows of `values` and `high` are swizzled if they have
             more than 16 bytes.
+        nth: the index of the chunk. Rows of `high` may span several chunks.
     """
     made = plgpu.ShapeDtypeStruct((ROWS, BLOCK), jnp.bfloat16, layout=plgpu.Layout.WGMMA)
     widths = {name: chunk[name].shape[1] for name in chunk if out_axis(name) == 0}
@@ -60,11 +61,15 @@ def widened(form: Form, chunk: dict[str, Any]) -> list[Any]:
     kinds |= {name: plgpu.RefType(tiled(n, 1)) for name, n in widths.items() if n > SEGMENT}
     blocks = widths["values"] * (2 if form.bits < 8 else 1) // BLOCK
 
-    @plgpu.inline_mgpu(arg_types=(kinds,), return_type=[made] * blocks)
-    def widen(_, refs):
+    @plgpu.inline_mgpu(arg_types=(kinds, plgpu.Layout.WG_SPLAT), return_type=[made] * blocks)
+    def widen(_, refs, nth):
         layout, stored = made.layout.to_mgpu(), {**refs}
         for name, width in widths.items():
-            stored[name] = Bytes(mgpu.utils.memref_ptr(refs[name]), width)
+            memory, own = mgpu.utils.memref_ptr(refs[name]), blocks * 4 * (form.bits - 4)
+            if name == "high" and own < width:
+                skipped = times(remainder(nth.registers.item(), width // own), own)
+                memory = mgpu.utils.getelementptr(memory, [skipped], ir.IntegerType.get_signless(8))
+            stored[name] = Bytes(memory, width)
         arrays = []
         for block in range(blocks):
             registers = block_registers(form, stored, block)
@@ -72,7 +77,7 @@ def widened(form: Form, chunk: dict[str, Any]) -> list[Any]:
             arrays.append(mgpu.FragmentedArray(_registers=shaped, _layout=layout, _is_signed=None))
         return arrays
 
-    return widen(chunk)
+    return widen(chunk, nth)
 
 
 class Bytes(NamedTuple):

@@ -276,6 +276,23 @@ def test_programs_cover_the_product_exactly_once(rows, cluster, monkeypatch):
         assert (done == 1).all()
 
 
+@pytest.mark.parametrize("name", ALL_FORMS)
+def test_copies_begin_at_multiples_of_16_bytes(name):
+    p = replace(problem_of(50, 128, 1024, 1), form=ALL_FORMS[name])
+    for key, piece in p.pieces.items():
+        axis, seen = out_axis(key), set()
+        for chunk in range(p.chunks):
+            place = mosaic_many._place(piece, axis, 0, jnp.int32(chunk))
+            own, size = place[1 - axis], piece.shape[1 - axis]
+            first = int(own.start)
+            seen |= set(range(first, first + size))
+            # it has the chunk's columns
+            assert first * piece.columns <= 64 * chunk
+            assert 64 * (chunk + 1) <= (first + size) * piece.columns
+            assert axis == 1 or first * piece.dtype.itemsize % 16 == 0
+        assert seen == set(range(1024 // piece.columns))
+
+
 def in_shared_memory(name, array):
     """The first 64 columns of an array of 64 rows, as TMA copies them."""
     if out_axis(name) == 1:
