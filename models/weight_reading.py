@@ -2,11 +2,12 @@
 
 All names and shapes are checked, and all formats chosen, before the first tensor is read. One
 weight at a time then goes to the device, where its tensors are converted and joined; the host never
-has more than one tensor.
+has more than one tensor. Numbers of large weights, such as an embedding, go there in slices, so
+that a small model with a large vocabulary needs little more memory than it has weights.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -40,6 +41,8 @@ from jsparse.pallas_kernels.weight_blocks import (
 # bytes per number for temporary arrays: to convert numbers to blocks, to join tensors of numbers,
 # and to convert stored blocks or those of another format
 TO_BLOCKS, TO_JOIN, TO_COMMON = 12, 4, 4
+SLICE = 1 << 25
+"""Numbers of a slice."""
 
 
 def read_weights(
@@ -64,20 +67,26 @@ def read_weights(
     sources = [source for each in planned for source in each.weight.sources]
     total, done = sum(store.nbytes(source.name) for source in sources), 0
     arrays: dict[str, jax.Array] = {}
-    for each in planned:
-        parts = []
+
+    def parts(each: Planned) -> Iterator[Any]:
+        nonlocal done
         for source, stored in zip(each.weight.sources, each.stored, strict=True):
             part = _read(source, store, in_blocks=_from_blocks(each, stored))
             stay = stays(stored, each.form)
-            parts.append(_numbers(part, dtype) if is_blocks(part) and not stay else part)
+            yield _numbers(part, dtype) if is_blocks(part) and not stay else part
             done += store.nbytes(source.name)
             if on_progress is not None:
                 on_progress(done, total)
+
+    for each in planned:
         # Wait, so that the host does not run ahead of the copies with many tensors in memory.
-        if each.form is None:
-            whole = _join(tuple(parts), each.weight.transposed, dtype, each.weight.experts)
+        if each.form is not None:
+            whole = _join_blocks(parts(each), each.form)
+        elif _is_large(each.weight):
+            whole = _filled(parts(each), each.weight, dtype)
         else:
-            whole = _join_blocks(parts, each.form)
+            on_device = tuple(map(jax.device_put, parts(each)))
+            whole = _join(on_device, each.weight.transposed, dtype, each.weight.experts)
         whole = jax.block_until_ready(whole)
         for path, array in by_path(each.weight.path, whole):
             if spreading is not None:
@@ -92,21 +101,27 @@ def memory_needed(
     """Returns the bytes that a device needs to read weights in this order.
 
     These are its part of the weights so far and the temporary arrays of the next one: the tensors
-    as stored, their blocks before they are joined, and, for several devices, the whole weight.
+    as stored or a slice of them, their blocks before they are joined, and, for several devices, the
+    whole weight.
     """
     kept = needed = 0
     for each in planned:
-        size, temporary = each.nbytes(dtype), 0
+        size, temporary, pieces = each.nbytes(dtype), 0, 0
         for source, stored in zip(each.weight.sources, each.stored, strict=True):
             count = math.prod(source.shape)
             if stays(stored, each.form):
                 at_once = min(count, AT_ONCE) if stored == each.form else count
                 temporary += store.nbytes(source.name) + TO_COMMON * at_once
+                pieces += 1
+            elif _from_blocks(each, stored):  # they are widened whole
+                temporary += store.nbytes(source.name) + TO_COMMON * min(count, AT_ONCE)
+                temporary += TO_JOIN * count
             else:
-                temporary += (TO_JOIN if each.form is None else TO_BLOCKS) * count
-                if _from_blocks(each, stored):  # before they are widened
-                    temporary += store.nbytes(source.name) + TO_COMMON * min(count, AT_ONCE)
-        if each.form is not None and len(each.stored) > 1:
+                in_slices = each.form is not None or _is_large(each.weight)
+                at_once = min(count, SLICE) if in_slices else count
+                temporary += (TO_JOIN if each.form is None else TO_BLOCKS) * at_once
+                pieces += -(-count // SLICE)
+        if each.form is not None and pieces > 1:
             temporary += size
         kept += size if spreading is None else spreading.own_size(each.weight.path, size)
         needed = max(needed, kept + temporary + (0 if spreading is None else size))
@@ -146,10 +161,10 @@ def _numbers(matrix: Blocks, dtype: Any) -> jax.Array:
 
 
 def _read(source: TensorSource, store: TensorStore, *, in_blocks: bool) -> Any:
+    """Returns a tensor's numbers on the host, or its blocks on the device."""
     stored = store.blocks(source.name) if in_blocks else None
     if stored is None:
-        tensor = store.read(source.name).reshape(source.shape)
-        return jax.device_put(in_order(source, tensor))
+        return in_order(source, store.read(source.name).reshape(source.shape))
     arrays = {name: in_order(source, array) for name, array in stored.arrays.items()}
     return stored.convert(jax.device_put(arrays))
 
@@ -163,10 +178,46 @@ def in_order(source: TensorSource, tensor: np.ndarray) -> np.ndarray:
     return pairs.swapaxes(1, 2).reshape(tensor.shape)
 
 
-def _join_blocks(parts: Sequence[Any], form: Form) -> Blocks:
+def _is_large(weight: Weight) -> bool:
+    """Returns whether the numbers of a weight go to the device in slices."""
+    return not weight.experts and math.prod(weight.shape) > SLICE
+
+
+def _slices(part: np.ndarray | jax.Array) -> Iterator[jax.Array]:
+    """Puts a tensor's rows on the device in slices, unless it is there already."""
+    if isinstance(part, jax.Array):
+        yield part
+        return
+    rows = max(SLICE // max(math.prod(part.shape[1:]), 1), 1)
+    for first in range(0, len(part), rows):
+        yield jax.block_until_ready(jax.device_put(part[first : first + rows]))
+
+
+def _join_blocks(parts: Iterable[Any], form: Form) -> Blocks:
     """Returns a matrix in blocks: the file's own, or converted from its numbers in float32."""
-    made = [part if is_blocks(part) else to_blocks(part) for part in parts]
+    made: list[Blocks] = []
+    for part in parts:
+        if is_blocks(part):
+            made.append(part)
+        else:
+            made += [jax.block_until_ready(to_blocks(some)) for some in _slices(part)]
     return joined(tuple(made), form) if len(made) > 1 else made[0]
+
+
+def _filled(parts: Iterable[Any], weight: Weight, dtype: Any) -> jax.Array:
+    """Returns a weight's numbers, written slice by slice."""
+    whole, first = jnp.zeros(weight.shape, dtype), 0
+    for part in parts:
+        for some in _slices(part):
+            whole = jax.block_until_ready(_with_rows(whole, some, first, weight.transposed))
+            first += len(some)
+    return whole
+
+
+@partial(jax.jit, static_argnames="transposed", donate_argnames="whole")
+def _with_rows(whole: jax.Array, rows: jax.Array, first: int, transposed: bool) -> jax.Array:
+    rows = (rows.T if transposed else rows).astype(whole.dtype)
+    return jax.lax.dynamic_update_slice_in_dim(whole, rows, first, axis=1 if transposed else 0)
 
 
 @partial(jax.jit, static_argnames=("transposed", "dtype", "experts"))

@@ -46,7 +46,7 @@ SIZES = {
 }
 CONFIG = hf_config("llama", **SIZES)
 MIXTURE = {"v_proj": "q6_k", "down_proj": "q6_k", "lm_head": "q6_k"}
-Q4_K, Q6_K = FORMS["q4_k"], FORMS["q6_k"]
+Q4_K, Q6_K, AWQ = FORMS["q4_k"], FORMS["q6_k"], Form(4, 128, "float16", mins=True)
 JOINED = Form(6, 16, "int8", supers=True, mins=True)
 
 
@@ -143,6 +143,16 @@ def test_info_describes_what_loading_keeps_on_hopper(monkeypatch, tmp_path):
     of_vocabulary = "takes an output size that 64 divides and a width that 64 divides, not 40 and"
     assert widened == {f"a kernel {of_vocabulary} 256"}
     assert describe(str(file), dtype="float16")["types"] == "float16"
+
+
+@pytest.mark.parametrize("weights", ["plain", "q8_0"])
+def test_large_tensors_are_read_in_slices(weights, monkeypatch, tmp_path):
+    file = write_gguf(tmp_path / "m.gguf", CONFIG, hf_tensors(CONFIG))
+    whole = load(file, dtype="float32", weights=weights)
+    monkeypatch.setattr("jsparse.models.weight_reading.SLICE", 9 * 256)  # 9 rows of 40 or 256
+    sliced = load(file, dtype="float32", weights=weights)
+    assert sliced.types == whole.types
+    jax.tree.map(np.testing.assert_array_equal, sliced.weights, whole.weights)
 
 
 @shared
@@ -244,6 +254,25 @@ def test_loading_needs_little_more_memory_than_the_model(kernels, width, layers,
             store.forms[source.name], store.sizes[source.name] = kind, source.shape
     planned = plan_weights(weights, store, "auto", jnp.bfloat16)
     assert all(each.form == form_at(each.weight.path) for each in planned)
+    kept = sum(each.nbytes(jnp.bfloat16) for each in planned)
+    assert kept < memory_needed(planned, store, jnp.bfloat16) <= 1.15 * kept
+
+
+@pytest.mark.parametrize("option", ["auto", "plain", "q8_0"])
+def test_large_vocabularies_are_loaded_in_little_more_memory_too(kernels, option):
+    """Qwen2.5 1.5B with int4 matrices and a head of its own in bfloat16."""
+    config = replace(
+        mixed()[0].config, vocab_size=151936, hidden_size=1536, intermediate_size=8960,
+        num_layers=28, num_heads=12, num_kv_heads=2, head_dim=128, tie_word_embeddings=False,
+    )  # fmt: skip
+    store: Any = Headers({}, {})
+    weights = list_weights(Path(), 999, config, FAMILIES["llama"].hf_names)
+    for weight in weights:
+        inner = weight.is_matrix and weight.path.startswith("layers")
+        for source in weight.sources:
+            store.forms[source.name] = AWQ if inner else None
+            store.sizes[source.name] = source.shape
+    planned = plan_weights(weights, store, option, jnp.bfloat16)
     kept = sum(each.nbytes(jnp.bfloat16) for each in planned)
     assert kept < memory_needed(planned, store, jnp.bfloat16) <= 1.15 * kept
 
