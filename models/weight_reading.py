@@ -184,7 +184,7 @@ def _is_large(weight: Weight) -> bool:
 
 
 def _slices(part: np.ndarray | jax.Array) -> Iterator[jax.Array]:
-    """Puts a tensor's rows on the device in slices, unless it is there already."""
+    """Puts the rows of a tensor on the device in slices; one already on a device stays whole."""
     if isinstance(part, jax.Array):
         yield part
         return
