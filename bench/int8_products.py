@@ -69,7 +69,7 @@ def round_matrices(params: Any) -> None:
 
 
 def perplexities(path: Path, windows: int, length: int) -> dict[str, list[float]]:
-    """Returns the mean negative log-likelihood of each excerpt by what is rounded."""
+    """Returns the mean negative log-likelihood of each excerpt, by the kind of rounded numbers."""
     params = jsparse.load(path, weights="plain", dtype="float32")
     text = Tokenizer.from_gguf(GGUFFile(path).metadata).encode(texts.read(None))
     tokens = excerpts(text, windows, length + 1)
@@ -129,7 +129,7 @@ def timed(function: Callable[..., jax.Array], *given: jax.Array) -> dict[str, fl
 
 
 def main() -> None:
-    """Measures what this machine can and prints it."""
+    """Measures times on a GPU, and quality if there is a model."""
     parser = report_parser("int8_products", (__doc__ or "").splitlines()[0])
     parser.add_argument("--model", type=Path, help="a GGUF file; default: speed alone")
     parser.add_argument("--windows", type=int, default=4, help="excerpts (default 4)")
