@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jsparse.pallas_kernels.block_sparse_decode import block_sparse_decode
+from jsparse.pallas_kernels.block_sparse_prefill import block_sparse_prefill
 from jsparse.pallas_kernels.bounds_append import bounds_append
 from jsparse.pallas_kernels.centroid_scores import centroid_scores
 from jsparse.pallas_kernels.centroid_update import centroid_update
@@ -60,6 +61,7 @@ def calls():
     always = {"lengths": np.ones((2, 2), np.int32)}
     return {
         block_sparse_decode: (first("block_sparse_decode"), {}),
+        block_sparse_prefill: (first("block_sparse_prefill"), {}),
         bounds_append: ((bounds, layer, counts, slots), {"max_new": 5}),
         centroid_scores: (first("centroid_scores"), {}),
         centroid_update: (first("centroid_update"), {"normalise": True}),
@@ -115,7 +117,7 @@ def test_array_that_does_not_fit_is_named():
 
 def test_backends_are_those_of_the_op():
     for op, (args, options) in calls().items():
-        message = rf"implementation='abacus': {op.__name__} has \['.*'reference'\]"
+        message = rf"implementation='abacus': {op.__name__} has \[.*'reference'\]"
         with pytest.raises(ValueError, match=message):
             op(*args, **options, implementation="abacus")
 

@@ -1,0 +1,5 @@
+"""Attends from a prompt chunk to chosen blocks of keys: see `api.block_sparse_prefill`."""
+
+from jsparse.pallas_kernels.block_sparse_prefill.api import BLOCK, block_sparse_prefill
+
+__all__ = ["BLOCK", "block_sparse_prefill"]
