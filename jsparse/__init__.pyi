@@ -65,6 +65,7 @@ from jsparse.policies.razor_attention import razor_attention as razor_attention
 from jsparse.policies.seer_attention import seer_attention as seer_attention
 from jsparse.policies.shadow_kv import shadow_kv as shadow_kv
 from jsparse.policies.snapkv import snapkv as snapkv
+from jsparse.policies.sparse_prefill import sparse_prefill as sparse_prefill
 from jsparse.policies.streaming import streaming as streaming
 from jsparse.policies.tidal import tidal as tidal
 from jsparse.policies.twilight import twilight as twilight

@@ -11,13 +11,13 @@ from jaxtyping import Array
 
 from jsparse.cache import StepView
 from jsparse.hooks import State
-from jsparse.policy import Policy, StandIn, never_dense
+from jsparse.policy import Policy, PrefillMethod, StandIn, never_dense
 from jsparse.selection import everything
 
 SOME_TOKENS = 8192  # the length of a prompt in the examples of messages
 
 
-def builder[**P, R: (Policy, StandIn)](build: Callable[P, R]) -> Callable[P, R]:
+def builder[**P, R: (Policy, StandIn, PrefillMethod)](build: Callable[P, R]) -> Callable[P, R]:
     """Marks a function of hyper-parameters as a method.
 
     Equal arguments return the same object, so that nothing is traced twice. The policy's name

@@ -3,9 +3,11 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
-from jaxtyping import Array, Float, Int32
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int32
 
 from jsparse.cache import CacheSpec, KVCache, LayerCache, StepView
+from jsparse.pallas_kernels.block_sparse_prefill import BLOCK
 from jsparse.selection import Selection
 from jsparse.selection.partials import ListedLogits, Stats, StatsKind, Summary
 from jsparse.shapes import ChunkKV, ChunkQueries, Queries, Rows, Tokens
@@ -36,6 +38,51 @@ class PrefillView(NamedTuple):
     q_window: Float[Array, "B W N H"]
     window_valid: Rows
     last: bool
+
+
+class ChunkView(NamedTuple):
+    """A prefill method's view of one prompt chunk in one layer, in blocks of 128 tokens.
+
+    Query block i has the chunk's tokens 128·i … 128·i + 127; key block j has the positions 128·j …
+    128·j + 127 of the row.
+
+    Attributes:
+        q: the chunk's queries, after RoPE, padded to T; only the first `valid[b]` are real.
+        kv: the layer with the chunk appended. Slots past a row's length hold any finite number.
+        valid: the number of the chunk's tokens, which the lengths include.
+    """
+
+    q: ChunkQueries
+    kv: LayerCache
+    valid: Rows
+
+    @property
+    def first(self) -> Rows:
+        """The position of the chunk's first token."""
+        return self.kv.lengths[:, 0] - self.valid
+
+    @property
+    def num_blocks(self) -> tuple[int, int]:
+        """QB and KB, the numbers of query blocks and of key blocks."""
+        return -(-self.q.shape[1] // BLOCK), -(-self.kv.capacity // BLOCK)
+
+    @property
+    def starts(self) -> Int32[Array, "B QB"]:
+        """The position of each query block's first token."""
+        return self.first[:, None] + BLOCK * jnp.arange(self.num_blocks[0], dtype=jnp.int32)
+
+    def holding(
+        self, first: Int32[Array, "B QB"], last: Int32[Array, "B QB"]
+    ) -> Bool[Array, "B 1 QB KB"]:
+        """Marks the key blocks with a position from `first` to `last`."""
+        block = jnp.arange(self.num_blocks[1], dtype=jnp.int32)
+        marks = (block >= first[..., None] // BLOCK) & (block <= last[..., None] // BLOCK)
+        return marks[:, None]
+
+    @property
+    def own(self) -> Bool[Array, "B 1 QB KB"]:
+        """Marks the key blocks that hold a query block's own tokens."""
+        return self.holding(self.starts, self.starts + BLOCK - 1)
 
 
 class RereadView(NamedTuple):
@@ -163,3 +210,22 @@ class CheckFn(Protocol):
     """Raises ValueError unless a hyper-parameter of this name may have this value."""
 
     def __call__(self, name: str, value: Any, /) -> None: ...
+
+
+class ScoreBlocksFn(Protocol):
+    """Scores the key blocks of each query block; returns any tree of arrays.
+
+    The scores of a query block must depend on its own queries and on keys at or before its newest
+    token alone, so that they do not depend on how a prompt is cut into chunks.
+    """
+
+    def __call__(self, view: ChunkView, /) -> Any: ...
+
+
+class ChooseBlocksFn(Protocol):
+    """Chooses the key blocks that each query block attends to in each query head.
+
+    Blocks with its own tokens are always attended, and keys after a query never.
+    """
+
+    def __call__(self, scores: Any, view: ChunkView, /) -> Bool[Array, "B N QB KB"]: ...

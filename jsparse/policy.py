@@ -39,6 +39,7 @@ from jsparse.hooks import (
     AfterPromptFn,
     AppendFn,
     CheckFn,
+    ChooseBlocksFn,
     DenseBelowFn,
     DenseHeadsFn,
     InitFn,
@@ -46,6 +47,7 @@ from jsparse.hooks import (
     MaxLengthFn,
     PrefillFn,
     RereadFn,
+    ScoreBlocksFn,
     SelectFn,
     State,
     StatsFn,
@@ -153,6 +155,23 @@ class Offload(NamedTuple):
     reads: Literal["in_place", "gather"] | None = None
 
 
+class PrefillMethod(NamedTuple):
+    """A method of sparse prefill: the blocks of earlier keys that a prompt chunk attends to.
+
+    Attributes:
+        score: scores blocks of 128 keys for each block of 128 queries.
+        choose: chooses the blocks by their scores.
+        name: the expression that builds it; empty: the name of `choose`.
+    """
+
+    score: ScoreBlocksFn
+    choose: ChooseBlocksFn
+    name: str = ""
+
+    def __repr__(self) -> str:
+        return self.name or getattr(self.choose, "__name__", type(self).__name__)
+
+
 class Policy(NamedTuple):
     """A method, as the engine sees it; the hooks come first."""
 
@@ -203,6 +222,8 @@ class Policy(NamedTuple):
     """Names the KV heads of a layer that always attend to everything."""
     offload: Offload | None = None
     """The placement of K and V in host memory, and how they are read; None: on the device."""
+    prefill_method: PrefillMethod | None = None
+    """How prompts attend to themselves; None: densely."""
     name: str = ""
     """The expression that builds it."""
 

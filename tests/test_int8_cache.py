@@ -153,7 +153,7 @@ def test_hooks_and_the_prompts_attention_get_the_rounded_numbers():
     spec = capacity.cache_spec(params, [prompt], 4, None, 8)
     session = Session(params, policy, spec)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunk_attention, "chunk_tokens", lambda spec: 64)
+        patch.setattr(chunk_attention, "chunk_tokens", lambda *_: 64)
         session.prefill([prompt])
     assert session.prefilled.state.tolist() == [0.0]
     [*_, last] = session.steps(greedy, (), limits=[4])

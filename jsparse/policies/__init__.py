@@ -33,6 +33,7 @@ from jsparse.policies.razor_attention import razor_attention
 from jsparse.policies.seer_attention import seer_attention
 from jsparse.policies.shadow_kv import shadow_kv
 from jsparse.policies.snapkv import snapkv
+from jsparse.policies.sparse_prefill import sparse_prefill
 from jsparse.policies.streaming import streaming
 from jsparse.policies.tidal import tidal
 from jsparse.policies.twilight import twilight
@@ -327,6 +328,13 @@ REGISTRY: tuple[Method, ...] = (
             "for contexts larger than device memory, around policies with a small index (`lfps`, "
             "`quest`); slower than dense if K and V fit the device"
         ),
+    ),
+    Method(
+        sparse_prefill,
+        kind="wraps",
+        calls="sparse_prefill(policy, method)",
+        attends="the selection of `policy`; prompts attend to the blocks that `method` chooses",
+        when="around any policy, to prefill prompts in part; `prefill=` does the same",
     ),
 )
 POLICIES.update((method.build.__name__, method.build) for method in REGISTRY)

@@ -137,7 +137,7 @@ def state_bytes(spec: CacheSpec, policy: Policy) -> int:
 
 def device_bytes(spec: CacheSpec, policy: Policy) -> int:
     """Returns the bytes of the cache and of the policy's state on the device."""
-    chunk = chunk_attention.chunk_tokens(spec)
+    chunk = chunk_attention.chunk_tokens(spec, policy.prefill_method)
     own = policy_bytes(spec, policy)  # a policy raises for sizes that do not fit it
     return own + store.store_of(policy, spec).device_bytes(chunk)
 

@@ -10,7 +10,9 @@ from jaxtyping import Array, Float, Float32
 from jsparse.cache import CacheSpec, LayerCache, read_pages
 from jsparse.pallas_kernels.block_sparse_decode import block_sparse_decode
 from jsparse.pallas_kernels.block_sparse_decode.api import MAX_QUERIES
+from jsparse.pallas_kernels.block_sparse_prefill import BLOCK
 from jsparse.pallas_kernels.new_token_attention import new_token_attention
+from jsparse.policy import PrefillMethod
 from jsparse.selection import Granularity, Selection, everything
 from jsparse.selection import window as select_window
 from jsparse.selection.partials import ListedLogits, Stats, StatsKind, merge
@@ -254,17 +256,23 @@ def _by_token(pages: Float[Array, "B K n P H"]) -> ChunkKV:
     return pages.reshape(batch, heads, n * size, head_dim).swapaxes(1, 2)
 
 
-def chunk_tokens(spec: CacheSpec) -> int:
+def chunk_tokens(spec: CacheSpec, method: PrefillMethod | None = None) -> int:
     """Returns the number of tokens per prompt chunk and row, for a cache of these sizes.
 
     It is large enough to fill the device, and small enough to keep activations and scores small. On
     a CPU compilation takes longer than computation, so all chunks have one size per capacity:
-    padding is at most an eighth of the capacity, or 63 tokens.
+    padding is at most an eighth of the capacity, or 63 tokens. A prefill method has chunks of whole
+    blocks, so that its choice does not depend on their size.
     """
     maximum = _flash_tokens(spec.head_dim, spec.dtype) // spec.batch
     if jax.default_backend() == "cpu":
         maximum = min(maximum, spec.capacity // 8)
-    return max(MIN_CHUNK, 2 ** int(math.log2(max(maximum, 1))))
+    return max(min_chunk(method), 2 ** int(math.log2(max(maximum, 1))))
+
+
+def min_chunk(method: PrefillMethod | None) -> int:
+    """Returns the minimum size of a chunk that others follow."""
+    return MIN_CHUNK if method is None else BLOCK
 
 
 def chunk_sizes(length: int, chunk: int) -> list[int]:

@@ -103,7 +103,7 @@ def init_batch(
     policy = deployment.policy
     if on_host(policy):
         raise ValueError(f"policy={policy}: must keep K and V on the device here")
-    cache, state = deployment.store.begin(chunk_attention.chunk_tokens(spec))
+    cache, state = deployment.store.begin(chunk_attention.chunk_tokens(spec, policy.prefill_method))
     recent, steps = rows.no_recent(policy, batch), jnp.int32(0)
     constants = deployment.constants()
     return Batch(cache, state, recent, steps, constants, policy, spec, params.config)
@@ -187,7 +187,7 @@ def _prefill(
         tokens,
         lengths,
         prompts.start(decoder, policy, batch.cache, batch.state),
-        chunk=chunk_attention.chunk_tokens(spec),
+        chunk=chunk_attention.chunk_tokens(spec, policy.prefill_method),
         read_only=read_only,
         within=True,
     )

@@ -31,8 +31,8 @@ from jsparse.host_memory.tails import whole
 from jsparse.models.transformer import Decoder, Weights, hidden_states
 from jsparse.policy import Policy, kept
 from jsparse.runtime import chunk_attention
-from jsparse.runtime.chunk_attention import attend_chunk
 from jsparse.runtime.compilation import inlined, program
+from jsparse.runtime.prompt_attention import attend_prompt
 from jsparse.runtime.rereading import reread_prompts
 from jsparse.runtime.store import KVStore
 from jsparse.shapes import ChunkQueries, Rows, Tokens
@@ -200,14 +200,15 @@ def prefill_tokens(
         cache = append(cache, layer, k, v, positions, valid)
         kv, q = whole(cache.layers[layer], q, (k, v), positions, valid)
         k, v = as_held(kv, k, v)
-        o = attend_chunk(q, k, v, kv, valid, decoder.config.window(layer, kv.capacity))
+        window = decoder.config.window(layer, kv.capacity)
+        o = attend_prompt(policy.prefill_method, q, k, v, kv, valid, window)
         k, v = finite(k), finite(v)  # as the cache holds those of sound rows
         if windows:
             windows[layer] = _shift_in(windows[layer], q, valid)
-        window = windows[layer] if windows else q[:, :0]
+        newest = windows[layer] if windows else q[:, :0]
         in_window = jnp.minimum(before + valid, policy.window)
         now = view._replace(cache=replace_layer(cache, layer, kv))
-        part = PrefillView(tokens, positions, k, v, valid, now, window, in_window, last)
+        part = PrefillView(tokens, positions, k, v, valid, now, newest, in_window, last)
         state = kept(policy, "prefill", state, policy.prefill(state, layer, part))
         if kv is not cache.layers[layer]:
             # or XLA may defer the hooks' work on a layer until after all layers

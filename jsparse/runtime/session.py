@@ -247,7 +247,8 @@ class Session:
         The session's store takes K and V; `pages` are their copies in host memory, if there are
         any. `compressed`: the policy's `after_prompt` has run.
         """
-        chunk = chunk_attention.chunk_tokens(self.deployment.spec)
+        _, policy, spec, *_ = self.deployment
+        chunk = chunk_attention.chunk_tokens(spec, policy.prefill_method)
         prefilled = prefilled._replace(
             cache=self.deployment.store.adopt(prefilled.cache, chunk, pages)
         )

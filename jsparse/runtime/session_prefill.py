@@ -54,7 +54,7 @@ class Prompts(NamedTuple):
 
 
 class SessionPrefill:
-    """Dense prefill of all rows of one cache.
+    """Prefill of all rows of one cache.
 
     Attributes:
         resumable: whether to keep the state that a further turn starts from.
@@ -86,7 +86,7 @@ class SessionPrefill:
             prompts.tokens,
             prompts.lengths,
             carry,
-            chunk=chunk_attention.chunk_tokens(spec),
+            chunk=chunk_attention.chunk_tokens(spec, policy.prefill_method),
             read_only=ReadOnly(self._deployment.constants(report)),
             store=store,
             report=report,
@@ -102,7 +102,7 @@ class SessionPrefill:
     def _begin(self) -> PrefillCarry:
         """Returns the carry of the first turn."""
         params, policy, spec, store, *_ = self._deployment
-        empty = store.begin(chunk_attention.chunk_tokens(spec))
+        empty = store.begin(chunk_attention.chunk_tokens(spec, policy.prefill_method))
         sharded, static = ("cache", "state"), ("decoder", "policy")
         start = by_rank(prefill.start, params.mesh, sharded=sharded, static=static)
         return start(params.decoder, policy, *empty)

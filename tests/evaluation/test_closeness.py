@@ -126,7 +126,7 @@ def test_every_policy_is_measured_as_if_alone(monkeypatch):
     maintenance and corrections.
     """
     exact = log_probabilities("dense", FORCED, layers=2)
-    monkeypatch.setattr(chunk_attention, "chunk_tokens", lambda spec: CHUNK)
+    monkeypatch.setattr(chunk_attention, "chunk_tokens", lambda *_: CHUNK)
     result = run(POLICIES, continuation=FORCED, layers=2)
     np.testing.assert_array_equal(result.tokens, FORCED)
     for index, policy in enumerate(map(as_policy, (dense(), *POLICIES))):

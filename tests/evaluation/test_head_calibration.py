@@ -38,7 +38,7 @@ def slow_scores(row, period):
 
 def test_scores_are_the_attention_to_earlier_occurrences(monkeypatch):
     """With chunks of 16 tokens, across which tokens repeat, the last one padded."""
-    monkeypatch.setattr(chunk_attention, "chunk_tokens", lambda spec: 16)
+    monkeypatch.setattr(chunk_attention, "chunk_tokens", lambda *_: 16)
     monkeypatch.setattr(head_calibration, "BLOCK", 8)
     period, params = 9, tiny_params()
     ids = sorted({*random_prompts((40,))[0]})[:period] * 4

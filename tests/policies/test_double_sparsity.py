@@ -58,7 +58,7 @@ def primed(policy, prompts=PROMPTS, *, chunk=512, num_pages=8):
     params = tiny_params(LAYERS)
     spec = spec_of(params, len(prompts), page_size=PAGE, num_pages=num_pages)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunk_attention, "chunk_tokens", lambda spec: chunk)
+        patch.setattr(chunk_attention, "chunk_tokens", lambda *_: chunk)
         session = Session(params, policy, spec)
         session.prefill(prompts)
     return session.prefilled.cache, session.prefilled.state
@@ -284,7 +284,7 @@ def slow_weights(row):
 
 def test_calibration_ranks_by_the_products_of_queries_and_keys(monkeypatch):
     params = tiny_params(LAYERS)
-    monkeypatch.setattr(chunk_attention, "chunk_tokens", lambda spec: 16)
+    monkeypatch.setattr(chunk_attention, "chunk_tokens", lambda *_: 16)
     model = SlowModel(params)
     weights = [slow_weights(SlowRow(model, prompt)) for prompt in PROMPTS]
     one = jsparse.calibrate_channels(params, PROMPTS[0])

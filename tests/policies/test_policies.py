@@ -96,7 +96,10 @@ def test_rows_below_dense_below_have_the_bits_of_dense(expression):
     policy = parse(expression)
     short = policy._replace(dense_below=lambda held: len(PROMPTS[1]) + FORCED.shape[1])
     # corrections round differently
-    exact = dense()._replace(services=Services(correct_every=policy.services.correct_every))
+    exact = dense()._replace(
+        services=Services(correct_every=policy.services.correct_every),
+        prefill_method=policy.prefill_method,
+    )
     few = [PROMPTS[1], PROMPTS[1][::-1]]
     read_only = decoded(short, PROMPTS)
     np.testing.assert_array_equal(read_only[:, 1], decoded(exact, PROMPTS)[:, 1])

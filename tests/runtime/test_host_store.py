@@ -99,7 +99,7 @@ def further_turn(expression, second=((5, 8, 13), (21, 34))):
     spec = spec_of(params(), 2, page_size=PAGE, num_pages=12)
     held = Session(params(), parse(expression), spec, resumable=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunk_attention, "chunk_tokens", lambda spec: CHUNK)
+        patch.setattr(chunk_attention, "chunk_tokens", lambda *_: CHUNK)
         held.prefill(PROMPTS)
         first = forced_logits(held, FORCED[:, :20])
         held.prefill(second)

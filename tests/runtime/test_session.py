@@ -40,7 +40,7 @@ PROMPTS = random_prompts((37, 18, 3))
 @pytest.fixture
 def short_chunks(monkeypatch):
     """Makes prefill use chunks of 16 tokens."""
-    monkeypatch.setattr(chunk_attention, "chunk_tokens", lambda spec: 16)
+    monkeypatch.setattr(chunk_attention, "chunk_tokens", lambda *_: 16)
 
 
 # Several steps in one program

@@ -72,6 +72,7 @@ TABLE = (
     "offloaded(seer_attention(budget=32, block=16), tail=16)",
     "offloaded(lychee_cluster(budget=12, sink=1, recent=3, lengths=(1, 3), period=2), tail=16)",
     "offloaded(razor_attention(((1, 0), (0, 1)), sink=1, recent=4, share=0.0), tail=8)",
+    "sparse_prefill(quest(budget=16), 'xattention(threshold=0.5)')",
     "oracle_top_k(budget=8)",
     "oracle_top_k(budget=16, granularity='page')",
     "oracle_top_p(p=0.7)",
@@ -184,6 +185,7 @@ DENSE_AT: dict[str, dict[str, Any]] = {
     "keep": {"recent": EVERYTHING},
     "dense_layers": {"n": EVERYTHING},
     "retrieval_heads": {"policy": parse("dense")},
+    "sparse_prefill": {"policy": parse("dense"), "method": "xattention(threshold=1.0)"},
 }
 
 

@@ -69,7 +69,7 @@ def engine_logits(
     spec = capacity.cache_spec(params, prompts, steps, max_length, page_size)
     session = Session(params, as_policy(policy), spec, steps_per_program=steps_per_program)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunk_attention, "chunk_tokens", lambda spec: chunk)
+        patch.setattr(chunk_attention, "chunk_tokens", lambda *_: chunk)
         session.prefill(prompts)
     return forced_logits(session, forced, knobs)
 

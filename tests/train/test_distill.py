@@ -46,7 +46,7 @@ def taught(batch):
 def given():
     """Prefills contexts in three chunks; the shorter rows have no tokens in the last two."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunk_attention, "chunk_tokens", lambda spec: 16)
+        patch.setattr(chunk_attention, "chunk_tokens", lambda *_: 16)
         return taught(batch_of(40))
 
 

@@ -1,0 +1,35 @@
+"""Attention of prompt chunks, dense or to the blocks that a prefill method chooses."""
+
+from jsparse.cache import LayerCache
+from jsparse.hooks import ChunkView
+from jsparse.pallas_kernels.block_sparse_prefill import block_sparse_prefill
+from jsparse.policy import PrefillMethod
+from jsparse.runtime.chunk_attention import attend_chunk
+from jsparse.shapes import ChunkKV, ChunkQueries, Rows
+
+
+def attend_prompt(
+    method: PrefillMethod | None,
+    q: ChunkQueries,
+    k: ChunkKV,
+    v: ChunkKV,
+    kv: LayerCache,
+    valid: Rows,
+    window: int | None = None,
+) -> ChunkQueries:
+    """Attends as `attend_chunk` does, but only to the blocks that a method chooses.
+
+    A query attends to its own block in any case. Without a method, or with a window, attention is
+    dense.
+
+    Raises:
+        ValueError: the method does not return a mask of all blocks.
+    """
+    if method is None or window is not None:
+        return attend_chunk(q, k, v, kv, valid, window)
+    view = ChunkView(q, kv, valid)
+    chosen = method.choose(method.score(view), view)
+    shape = (q.shape[0], q.shape[2], *view.num_blocks)
+    if getattr(chosen, "shape", None) != shape or chosen.dtype != bool:
+        raise ValueError(f"choose of {method} must return a mask of {shape}, not {chosen}")
+    return block_sparse_prefill(q, kv, valid, chosen | view.own)
