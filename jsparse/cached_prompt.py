@@ -16,7 +16,8 @@ from jsparse.machine.jax_settings import own_settings
 from jsparse.models.checkpoint import Params, require_on_one_device, require_params
 from jsparse.names import GENERATE, takes
 from jsparse.policies.expressions import as_policy
-from jsparse.policy import AnyPolicy, Policy
+from jsparse.policies.sparse_prefill import with_prefill
+from jsparse.policy import AnyPolicy, Policy, PrefillMethod
 from jsparse.runtime import capacity, prompt_files, turn
 from jsparse.runtime.compilation import clock, keep_compilations, waited
 from jsparse.runtime.generate_options import GenerateOptions, chosen_sampling, streamers_of
@@ -30,7 +31,10 @@ from jsparse.runtime.store import empty_rows, on_host
 from jsparse.text import prompts
 
 # options of `generate` that belong to the prompt, or that its continuations lack
-OF_PROMPT = ("policy", "exact", "num_speculative_tokens", "max_length", "page_size", "on_progress")
+OF_PROMPT = (
+    *("policy", "prefill", "exact", "num_speculative_tokens", "max_length", "page_size"),
+    "on_progress",
+)
 
 
 class _Prefilled(NamedTuple):
@@ -66,6 +70,7 @@ class CachedPrompt:
         prompt: Any,
         *,
         policy: AnyPolicy | str = "kvzip",
+        prefill: PrefillMethod | str = "dense",
         room: int = 1024,
         page_size: int = 16,
         on_progress: OnChunk | None = None,
@@ -78,6 +83,7 @@ class CachedPrompt:
                 without the start of an answer.
             policy: the policy or its expression. It must keep K and V on the device, and rework
                 nothing between decode steps.
+            prefill: how the prompt attends to itself, as for `jsparse.generate`.
             room: the most tokens of a question and its output together.
             page_size: the number of tokens per page.
             on_progress: a callable that receives ("prefill", done, total), in tokens.
@@ -88,7 +94,7 @@ class CachedPrompt:
         require_params(params)
         require_on_one_device(params)
         whole_number("room", room, 1)
-        policy = as_policy(policy)
+        policy = with_prefill(policy, prefill)
         if isinstance(policy, Policy):
             _require_at_once(policy)
         rows, alone = prompts.encode(params, _open_ended(prompt))

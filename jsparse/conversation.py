@@ -10,7 +10,7 @@ from jsparse.generation import Message, generate
 from jsparse.machine.jax_settings import own_settings
 from jsparse.models.checkpoint import Params, require_params
 from jsparse.names import GENERATE, takes
-from jsparse.policies.expressions import as_policy
+from jsparse.policies.sparse_prefill import with_prefill
 from jsparse.policy import resolved
 from jsparse.runtime import capacity
 from jsparse.runtime.admission import require_drafting, require_resumable
@@ -61,7 +61,8 @@ class Conversation:
         for name in given:
             if name in OF_A_TURN:
                 raise ValueError(f"{name}={given[name]!r}: must not be given to a conversation")
-        self._params, self._policy = params, as_policy(given.pop("policy", "dense"))
+        policy, prefill = given.pop("policy", "dense"), given.pop("prefill", "dense")
+        self._params, self._policy = params, with_prefill(policy, prefill)
         self._max_length = given.pop("max_length", None)
         self._page_size = given.pop("page_size", 16)
         exact, number = given.pop("exact", False), given.pop("num_speculative_tokens", None)

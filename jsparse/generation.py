@@ -11,8 +11,8 @@ from jaxtyping import Array
 from jsparse.machine.jax_settings import own_settings
 from jsparse.models.checkpoint import Params, require_params
 from jsparse.names import GENERATE, takes
-from jsparse.policies.expressions import as_policy
-from jsparse.policy import AnyPolicy
+from jsparse.policies.sparse_prefill import with_prefill
+from jsparse.policy import AnyPolicy, PrefillMethod
 from jsparse.runtime import capacity
 from jsparse.runtime.generate_options import (
     GenerateOptions,
@@ -76,6 +76,7 @@ def generate(
     logprobs: bool = False,
     streamer: Streamer | Sequence[Streamer] | None = None,
     policy: AnyPolicy | str = "dense",
+    prefill: PrefillMethod | str = "dense",
     exact: bool = False,
     num_speculative_tokens: int | None = None,
     sampling: SamplingParams | Sequence[SamplingParams] | None = None,
@@ -111,9 +112,13 @@ def generate(
             and `end` of Hugging Face's streamers, which receives ids, or a list with one per
             prompt.
         policy: the policy that selects tokens for decoding, or its expression; "auto": the policy
-            measured to be fastest for these sizes. Prefill is always dense.
+            measured to be fastest for these sizes.
+        prefill: how prompts attend to themselves: "dense"; "xattention(threshold=0.9)",
+            "vertical_slash(…)" or "streaming(sink, recent)", which leave out blocks of 128 tokens;
+            or a PrefillMethod.
         exact: whether the policy only drafts, and dense attention verifies the drafts. The text is
-            then that of dense attention, greedy or sampled, and the policy only saves time.
+            then that of dense attention, greedy or sampled, and the policy only saves time; after a
+            sparse `prefill`, that of dense decode steps.
             Policies that drop tokens or keep K and V in host memory are refused.
         num_speculative_tokens: with `exact`, the tokens drafted per verification round, up to 32;
             None: chosen from the acceptance rate and the measured time of rounds.
@@ -155,7 +160,7 @@ def generate(
     lengths = [own.max_tokens for own in options]
     spec = capacity.cache_spec(params, rows, lengths, max_length, page_size)
     drafts = num_drafts(exact, num_speculative_tokens)
-    session = Session(params, as_policy(policy), spec, drafts=drafts)
+    session = Session(params, with_prefill(policy, prefill), spec, drafts=drafts)
     turn = requests(params, rows, options, session.deployment.policy, seed=seed)
     outs = run(session, turn, streamers_of(streamer, len(rows)), on_progress or (lambda *_: None))
     return outs[0] if alone else outs

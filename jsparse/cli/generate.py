@@ -127,11 +127,11 @@ def _origin(params: "Params", options: GenerationOptions) -> dict[str, Any]:
     import jax
 
     from jsparse import __version__
-    from jsparse.policies.expressions import as_policy
+    from jsparse.policies.sparse_prefill import with_prefill
 
     return {
         "model": options.model,
         "dtype": params.types,
-        "policy": short_name(as_policy(options.policy)),
+        "policy": short_name(with_prefill(options.policy, options.prefill)),
         "versions": {"jsparse": __version__, "jax": jax.__version__},
     }

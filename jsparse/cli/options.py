@@ -103,6 +103,14 @@ POLICY_HELP = f"Policy that chooses the tokens each step reads: {POLICY_FORMS}"
 PolicyOption = Annotated[
     str, Option(metavar="<policy>", autocompletion=complete_policy, help=POLICY_HELP)
 ]
+PrefillOption = Annotated[
+    str,
+    Option(
+        metavar="<method>",
+        help="How prompts attend to themselves: dense, or sparsely by 'xattention(threshold=0.9)', "
+        "'vertical_slash(sink=128, recent=1024)' or 'streaming(sink=128, recent=4096)'.",
+    ),
+]
 # for commands that compare policies with dense attention
 PolicyListOption = Annotated[
     list[str] | None,
@@ -134,6 +142,7 @@ class GenerationOptions:
 
     model: ModelOption = "smollm2"
     policy: PolicyOption = "dense"
+    prefill: PrefillOption = "dense"
     exact: ExactOption = False
     num_speculative_tokens: NumSpeculativeTokensOption = None
     max_new_tokens: Annotated[int, Option(help="Maximum number of tokens to generate.")] = 128
@@ -175,8 +184,9 @@ class GenerationOptions:
     def load(self, loading: LoadingOptions, on_progress: OnBytes) -> "Params":
         """Loads the model, after parsing the policy so that its errors come first."""
         from jsparse.policies.own_code import resolve
+        from jsparse.policies.sparse_prefill import with_prefill
 
-        resolve(self.policy)
+        with_prefill(resolve(self.policy), self.prefill)
         return loading.load(self.model, on_progress)
 
     def arguments(self) -> dict[str, Any]:

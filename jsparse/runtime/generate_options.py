@@ -5,7 +5,7 @@ from typing import Any, TypedDict
 
 from jsparse.hyper_parameters import flag, whole_number
 from jsparse.models.checkpoint import Params
-from jsparse.policy import AnyPolicy
+from jsparse.policy import AnyPolicy, PrefillMethod
 from jsparse.runtime.host_reader import OnChunk, Streamer, TokenStreamer
 from jsparse.runtime.request import require_alone
 from jsparse.runtime.sampling_params import SamplingParams
@@ -32,6 +32,7 @@ class GenerateOptions(TypedDict, total=False):
     logprobs: bool
     streamer: Streamer | Sequence[Streamer] | None
     policy: AnyPolicy | str
+    prefill: PrefillMethod | str
     exact: bool
     num_speculative_tokens: int | None
     sampling: SamplingParams | Sequence[SamplingParams] | None
