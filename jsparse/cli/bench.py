@@ -18,6 +18,7 @@ from jsparse.cli.options import (
     ModelOption,
     PolicyListOption,
     PolicyOption,
+    PrefillOption,
     takes_model,
     takes_options,
     whole_numbers,
@@ -40,6 +41,7 @@ def throughput(
     loading: LoadingOptions,
     model: ModelOption = "smollm2",
     policy: PolicyOption = "dense",
+    prefill: PrefillOption = "dense",
     num_prompts: Annotated[int, Option(help="Number of requests.")] = 32,
     input_len: Annotated[str, Option(help=f"Tokens per prompt: {LENGTH}.")] = "512",
     output_len: Annotated[str, Option(help=f"Tokens per output: {LENGTH}.")] = "64",
@@ -73,9 +75,10 @@ def throughput(
     from jsparse.engine.core import Engine
     from jsparse.engine.options import EngineOptions
     from jsparse.policies.own_code import resolve
+    from jsparse.policies.sparse_prefill import with_prefill
 
     inputs, outputs = _length("--input-len", input_len), _length("--output-len", output_len)
-    chosen = resolve(policy)
+    chosen = with_prefill(resolve(policy), prefill)
     params = loading.load(model)
     workload = random_workload(
         params.config.vocab_size,

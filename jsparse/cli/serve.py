@@ -14,6 +14,7 @@ from jsparse.cli.options import (
     ModelOption,
     NumSpeculativeTokensOption,
     PolicyOption,
+    PrefillOption,
     require,
     takes_model,
     takes_options,
@@ -53,6 +54,7 @@ class EngineFlags:
     batch_invariant: Annotated[
         bool, Option(help="Whether results are bitwise the same in every batch; slower.")
     ] = False
+    prefill: PrefillOption = "dense"
     exact: ExactOption = False
     num_speculative_tokens: NumSpeculativeTokensOption = None
     per_request: Annotated[
@@ -217,6 +219,7 @@ def serve(
             f"jsparse serve needs the package {error.name}: {install('server')}"
         ) from None
     from jsparse.policies.own_code import resolve
+    from jsparse.policies.sparse_prefill import with_prefill
 
     server.check()
     require("--max-waiting", flags.max_waiting, flags.max_waiting >= 0, "at least 0")
@@ -228,7 +231,7 @@ def serve(
     )
     if engines > 1:
         _leave_gpus_to_engines()
-    resolve(policy)  # report its errors before loading anything
+    with_prefill(resolve(policy), flags.prefill)  # report its errors before loading anything
     answers = hosts.join(size, engines)
     log.show(server.log_level)
     descriptors.raise_limit(2 if engines > 1 else 1)

@@ -26,7 +26,7 @@ from jsparse.engine.step_plan import DecodePlan, SequenceState
 from jsparse.machine import processes
 from jsparse.machine.jax_settings import own_settings
 from jsparse.models.checkpoint import Params, require_params
-from jsparse.policies.expressions import as_policy
+from jsparse.policies.sparse_prefill import with_prefill
 from jsparse.policy import AnyPolicy
 from jsparse.runtime.collecting import OutputBuilder
 from jsparse.runtime.compilation import keep_compilations
@@ -87,7 +87,7 @@ class Engine:
                 f"params={params!r} has an engine: must have only one if several processes run "
                 "the model"
             )
-        spec = setup.engine_spec(params, as_policy(policy), options)
+        spec = setup.engine_spec(params, with_prefill(policy, options.prefill), options)
         self._link, self._options = link, options
         self.params, self.policy = params, spec.policy
         self.spec, self.sizes = spec.cache, spec.sizes

@@ -5,6 +5,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from jsparse.hyper_parameters import flag, number_in, whole_number
+from jsparse.policies.prefill_methods import as_method
+from jsparse.policy import PrefillMethod
 from jsparse.runtime.generate_options import num_drafts
 
 
@@ -31,6 +33,8 @@ class EngineOptions:
         page_size: the number of tokens per page.
         enable_prefix_caching: whether a prefix that several prompts, or a prompt and an earlier
             sequence, have in common is computed once, if `policy` can share it.
+        prefill: how prompts attend to themselves: "dense", or the expression of a method of sparse
+            prefill, as for `jsparse.generate`.
         per_request: the names of the hyper-parameters that requests may set, among those that the
             policy lists in `per_row`, and "dense". Each makes the step a little slower.
         layer_stats: whether outputs hold the attended and read shares of each layer and step;
@@ -43,7 +47,8 @@ class EngineOptions:
         prefill_rows: the numbers of prompts in prefill programs for short chunks, ascending from 1;
             None: 1 and 8 on a GPU, 1 on a CPU.
         ladder: the sizes of prefill chunks, as (position, size) pairs, from position 0 on; None:
-            512 and more on a GPU, depending on the model, and 64 on a CPU.
+            512 and more on a GPU, depending on the model, and 64 on a CPU (128 with a sparse
+            `prefill`, whose blocks of 128 queries begin where chunks do).
         max_stall_ms: the most milliseconds that a sequence waits for its next tokens during
             prefill, if the chunk sizes of the ladder allow it; a decode program takes at most half
             of it. 0: one step at a time, after each chunk. None: all prompts that fit are prefilled
@@ -79,6 +84,7 @@ class EngineOptions:
     swap_space: float = 0.0
     page_size: int = 16
     enable_prefix_caching: bool = True
+    prefill: PrefillMethod | str = "dense"
     per_request: Sequence[str] = ()
     layer_stats: bool | Literal["newest"] = False
     steps_per_program: int | None = None
@@ -98,6 +104,7 @@ class EngineOptions:
         for name, minimum in least.items():
             if (value := getattr(self, name)) is not None:
                 whole_number(name, value, minimum)
+        as_method(self.prefill)
         if self.prepare not in (None, "logprobs"):
             flag("prepare", self.prepare)
         if self.cascade_attention is not None:

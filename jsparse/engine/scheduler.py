@@ -156,11 +156,7 @@ class Scheduler:
                 self.decoding.remove(seq)
         heapq.heappush(self._slots, seq.slot)
         in_place = seq.phase is not Phase.SWAPPED
-        if (
-            in_place
-            and (self.rules.shares_generated or self.sizes.drafts)
-            and len(seq.generated) > 1
-        ):
+        if in_place and self.rules.shares_generated and len(seq.generated) > 1:
             # the newest token has no K and V yet
             text = np.concatenate([seq.ids, np.asarray(seq.generated[:-1], np.int32)])
             seq.keys, seq.prefilled = self._keys(seq, text), len(text)

@@ -126,11 +126,16 @@ def rules(spec: EngineSpec, *, share: bool) -> Rules:
         window=policy.window,
         replays=policy.shares == "keys",
         periods=tuple(policy.services.every.values()),
-        # decode programs sum in a different order than prefill programs
+        # verified tokens are dense attention's own; else decode programs sum in a different order
+        # than prefill programs, and the newest tokens are still in the tail
         shares_generated=share
-        and is_dense(policy, spec.cache)
-        and not sizes.batch_invariant
-        and not sizes.tail_tokens,  # the newest tokens are still in the tail
+        and policy.prefill_method is None
+        and (
+            bool(sizes.drafts)
+            or (
+                is_dense(policy, spec.cache) and not sizes.batch_invariant and not sizes.tail_tokens
+            )
+        ),
         slots=sizing.bound(policy),
     )
 

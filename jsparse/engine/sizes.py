@@ -176,8 +176,7 @@ class Rules(NamedTuple):
         replays: whether shared K and V are replayed to build a row's state.
         periods: the numbers of decoded tokens after which a program services a row.
         shares_generated: whether K, V and the policy's state of generated tokens equal those of a
-            prompt with these tokens, so that they can be shared. After verification rounds they
-            always do.
+            prompt with these tokens, so that they can be shared, as after verification rounds.
         slots: a function (prompt, new) that returns the most slots per head, in tokens.
     """
 

@@ -30,7 +30,7 @@ from jsparse.runtime.room import max_length
 LADDER = ((0, 512), (4096, 2048))
 UNHURRIED_LADDER = (*LADDER, (8192, 8192))
 SMALL_LADDER = ((0, 2048), (8192, 8192))
-PLAIN_LADDER, CPU_LADDER = ((0, 512),), ((0, chunk_attention.MIN_CHUNK),)
+PLAIN_LADDER = ((0, 512),)
 TAILS = (64, 256, 512, 1024)
 BUSY = 2e12
 BLOCK_TOKENS = 512
@@ -88,7 +88,8 @@ def sizes_of(
     gpu = on_gpu()
     flash = chunk_attention.has_flash(spec.head_dim, spec.dtype)
     if not flash:
-        default = PLAIN_LADDER if gpu else CPU_LADDER
+        smallest = ((0, chunk_attention.min_chunk(policy.prefill_method)),)
+        default = PLAIN_LADDER if gpu else smallest
     elif 2 * config.num_layers * config.layer_weights * LADDER[0][1] < BUSY:
         default = SMALL_LADDER
     else:
