@@ -110,7 +110,7 @@ def decoded(
     for _ in range(2):
         session, asked = shared.session(index, drafts=drafts), choice(shared, index, temperature)
         limits = [new] * shared.spec.batch
-        held = [int(length) for length in shared.prefilled.cache.positions]
+        held = [int(length) for length in shared.prefilled[0].cache.positions]
         session.expect(*asked, prompts=held, limits=limits)
         results = session.steps(*asked, limits=limits)
         kept = [next(results)]
@@ -286,7 +286,7 @@ def main() -> None:
     spec = capacity.cache_spec(params, rows, args.new, None, 16)
     began = time.perf_counter()
     shared = prime(params, as_policies(["dense", *args.policies]), rows, spec, lambda *_: None)
-    shared.prefilled.logits.block_until_ready()
+    shared.prefilled[0].logits.block_until_ready()
     report["read_seconds"] = time.perf_counter() - began
     dense = decoded(shared, 0, 0, args.new, args.temperature)
     own_gaps = None if args.temperature else gaps(shared, args.new)

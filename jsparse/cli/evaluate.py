@@ -17,6 +17,7 @@ from jsparse.cli.options import (
     LoadingOptions,
     ModelOption,
     PolicyListOption,
+    PrefillOption,
     takes_model,
     takes_options,
     whole_numbers,
@@ -37,6 +38,7 @@ def evaluate(
     loading: LoadingOptions,
     model: ModelOption = "smollm2",
     policy: PolicyListOption = None,
+    prefill: PrefillOption = "dense",
     out: OutOption = None,
     resume: ResumeOption = False,
     report: ReportOption = None,
@@ -49,13 +51,15 @@ def evaluate(
 
     from jsparse.evaluation.plan import plan
     from jsparse.policies.own_code import resolve
+    from jsparse.policies.sparse_prefill import with_prefill
 
     if resume and out is None:
         raise ValueError("--resume needs --json, where the unfinished run is")
     more: dict[str, Any] = dict(vars(options))
     names = [name.strip() for name in more.pop("tasks").split(",")]
     lengths = whole_numbers("lengths", more.pop("lengths"))
-    wanted = plan([resolve(text).name for text in policy or []], names, lengths, **more)
+    policies = [with_prefill(resolve(text), prefill).name for text in policy or ["dense"]]
+    wanted = plan(policies, names, lengths, **more)
     if report is not None and find_spec("matplotlib") is None:
         raise ValueError(f"--report needs matplotlib: {install('eval')}")
     result = carry_out(wanted, model, out, _environment(), resume=resume, **vars(loading))

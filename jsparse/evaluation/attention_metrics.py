@@ -127,7 +127,7 @@ def attention_metrics(forcing: Forcing) -> list[AttentionMetrics]:
 
 
 def _metrics_of(forcing: Forcing, index: int) -> AttentionMetrics:
-    state = forcing.shared.prefilled.state[index]
+    state = forcing.shared.prefilled[index].state
     if not isinstance(state, WrappedState) or not any(isinstance(x, MetricSums) for x in state.own):
         raise ValueError(
             f"policy={forcing.shared.policies[index]}: must be wrapped in measured(...)"

@@ -64,7 +64,7 @@ def closeness(forcing: Forcing) -> Closeness:
 def lengths(forcing: Forcing) -> Int32[np.ndarray, "B n"]:
     """Returns the number of tokens in the cache at each step, the newest included."""
     shared = forcing.shared
-    prompts = on_host(shared.prefilled.cache.positions, shared.params.mesh)[:, None]
+    prompts = on_host(shared.prefilled[0].cache.positions, shared.params.mesh)[:, None]
     return prompts + 1 + np.arange(len(forcing.reference), dtype=np.int32)
 
 

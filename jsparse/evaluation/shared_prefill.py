@@ -1,4 +1,4 @@
-"""Shares one prefill among several policies: prefill is dense for every policy.
+"""Shares one prefill among all policies with the same prefill method.
 
 Each policy's `prefill` hooks run after each chunk. Each policy then decodes from its own copy of
 the cache, with its own state, exactly as it would alone: with the last W queries and the cache
@@ -20,7 +20,7 @@ from jsparse.hooks import State
 from jsparse.models.checkpoint import Params
 from jsparse.models.transformer import Decoder
 from jsparse.policies.expressions import as_policy
-from jsparse.policy import AnyPolicy, Policy
+from jsparse.policy import AnyPolicy, Policy, PrefillMethod
 from jsparse.runtime import capacity, chunk_attention, generate_options, turn
 from jsparse.runtime.compilation import clock, keep_compilations, program, waited
 from jsparse.runtime.constants import constants as own_constants
@@ -51,15 +51,15 @@ class SharedPrefill(NamedTuple):
     Attributes:
         names: the policies as requested; "auto" resolves to another.
         policies: those that run.
-        prefilled: the dense logits after the prompts, the cache with every field that any policy
-            needs, and a tuple of the policies' states.
+        prefilled: for each policy, the logits after the prompts, the cache with every field that
+            any policy of the same prefill method needs, and its state. Such policies share arrays.
     """
 
     params: Params
     spec: CacheSpec
     names: tuple[str, ...]
     policies: tuple[Policy, ...]
-    prefilled: PrefillResult
+    prefilled: tuple[PrefillResult, ...]
 
     def session(self, index: int, *, drafts: int | None = 0) -> Session:
         """Returns a session of policy `index`, on copies, since decoding donates its inputs.
@@ -67,21 +67,21 @@ class SharedPrefill(NamedTuple):
         `drafts`: the tokens that it drafts for dense attention to verify; None: the fastest number.
         """
         policy = self.policies[index]
-        cache, state = _with_fields(self.prefilled.cache, policy.needs), self.prefilled.state[index]
         session = Session(self.params, policy, self.spec, adopts=True, drafts=drafts)
-        own = PrefillResult(self.prefilled.logits, cache, state)
+        made = self.prefilled[index]
+        own = made._replace(cache=_with_fields(made.cache, policy.needs))
         session.adopt(jax.tree.map(jnp.copy, own))
         return session
 
     def with_policy(self, policy: Policy) -> "SharedPrefill":
-        """Returns the same prompts as if prefilled for another policy, which must have no state."""
+        """Returns the first policy's prompts for another one, which must have no state."""
         state = policy.init(self.spec)
         if jax.tree.leaves(state) or policy.needs or policy.window:
             raise ValueError(f"policy={policy}: must keep nothing of the prompt but K and V")
         return self._replace(
             names=(policy.name,),
             policies=(policy,),
-            prefilled=self.prefilled._replace(state=(state,)),
+            prefilled=(self.prefilled[0]._replace(state=state),),
         )
 
 
@@ -102,7 +102,7 @@ def prime(
     drafts: int = 0,
     expect: Callable[[int, Session], Any] = lambda *_: None,
 ) -> SharedPrefill:
-    """Prefills the prompts once for all policies, with all rows in one batch.
+    """Prefills the prompts once per prefill method, with all rows in one batch.
 
     `drafts` is the number of tokens that the policies will draft at a time. `expect` receives each
     policy's index and a session of its own before prefill, to start compiling what it will run.
@@ -114,16 +114,24 @@ def prime(
     # one by one, since otherwise errors would name the bundle; memory must fit them all
     sessions = [Session(params, policy, spec, adopts=True, drafts=drafts) for policy in policies]
     running = tuple(session.deployment.policy for session in sessions)
-    capacity.require_fit(spec, bundle(running))
+    groups = dict.fromkeys(policy.prefill_method for policy in running)
+    capacity.require_fit(spec._replace(batch=len(groups) * spec.batch), bundle(running))
     constants = [ReadOnly(session.deployment.constants(report)) for session in sessions]
 
     def begun() -> None:
         for index, session in enumerate(sessions):
             expect(index, session)
 
+    prefilled: dict[int, PrefillResult] = {}
     with capacity.exhaustion(spec):
-        prefilled = _prefilled(params, running, constants, rows, spec, report, begun)
-    return SharedPrefill(params, spec, tuple(map(str, policies)), running, prefilled)
+        for nth, method in enumerate(groups):
+            own = [at for at, policy in enumerate(running) if policy.prefill_method is method]
+            of_group = [running[at] for at in own], [constants[at] for at in own]
+            first = begun if nth == 0 else lambda: None
+            made = _prefilled(params, *of_group, rows, spec, report, first)
+            prefilled |= zip(own, made, strict=True)
+    results = tuple(prefilled[at] for at in range(len(running)))
+    return SharedPrefill(params, spec, tuple(map(str, policies)), running, results)
 
 
 def _prefilled(
@@ -134,14 +142,17 @@ def _prefilled(
     spec: CacheSpec,
     report: OnChunk,
     begun: Callable[[], None],
-) -> PrefillResult:
+) -> list[PrefillResult]:
     """Prefills the prompts, and shows each chunk to every policy in a program of its own.
+
+    All policies have the same prefill method.
 
     A policy's programs do not depend on the others, and all of them compile concurrently, before
     those that `begun` starts to compile.
     """
     decoder, mesh, prompts = params.decoder, params.mesh, padded(rows, spec)
-    chunk, longest = chunk_attention.chunk_tokens(spec), prompts.tokens.shape[1]
+    method, longest = policies[0].prefill_method, prompts.tokens.shape[1]
+    chunk = chunk_attention.chunk_tokens(spec, method)
     # one size, so that prompts of all lengths run the same programs
     size = chunk_attention.chunk_sizes(spec.capacity, chunk)[0]
     parts = [*chunks(prompts.tokens, prompts.lengths, [size] * -(-longest // size))]
@@ -180,7 +191,7 @@ def _prefilled(
         settle(carry, states)
         raise
     logits = first_logits.on(mesh)(decoder, params.weights, carry.last_hidden)
-    return PrefillResult(logits, carry.cache, tuple(states))
+    return [PrefillResult(logits, carry.cache, state) for state in states]
 
 
 def _shape(x: jax.Array) -> jax.ShapeDtypeStruct:
@@ -236,14 +247,16 @@ def bundle(policies: Sequence[Policy]) -> Policy:
 
 
 def _reader(policies: Sequence[Policy]) -> Policy:
-    """Returns a policy that prefills whatever any of these needs, and keeps no state."""
+    """Returns a policy that prefills whatever any of these needs, by the first one's method."""
     fields = {name for policy in policies for name in policy.fields}
-    return _reading(max(policy.window for policy in policies), tuple(sorted(fields)))
+    window = max(policy.window for policy in policies)
+    return _reading(window, tuple(sorted(fields)), policies[0].prefill_method)
 
 
 @functools.cache
-def _reading(window: int, fields: tuple[str, ...]) -> Policy:
-    return dense()._replace(window=window, needs=fields, name=f"reading({window}, {fields})")
+def _reading(window: int, fields: tuple[str, ...], method: PrefillMethod | None) -> Policy:
+    name = f"reading({window}, {fields}, {method})"
+    return dense()._replace(window=window, needs=fields, prefill_method=method, name=name)
 
 
 def generate(
@@ -260,14 +273,14 @@ def generate(
     questions: Sequence[Sequence[int]] | None = None,
     drafts: int = 0,
 ) -> list[list[Generation]]:
-    """Runs `jsparse.generate` greedily for several policies, with one prefill of the prompts.
+    """Runs `jsparse.generate` greedily for several policies, with shared prefills.
 
     Progress of "decode" restarts for each policy. `questions` are ids that follow each prompt in a
     second turn, fed through decode steps after the prompt was compressed. `drafts` is the number of
     tokens that policies draft at a time for dense attention to verify.
 
     Returns:
-        [policy][prompt]; `prefill_seconds` is as if each policy had prefilled the prompt itself.
+        [policy][prompt]; `prefill_seconds` is the time of all prefills, one per prefill method.
     """
     rows, _ = prompts.encode(params, prompt)
     options = generate_options.sampling_params(

@@ -136,7 +136,7 @@ def force(
         with capacity.exhaustion(whole.spec):
             steps = list(_decode(whole.session(0), *own, max_new_tokens))
         report("decode", max_new_tokens, len(chosen) * max_new_tokens)
-        likeliest = jnp.argmax(whole.prefilled.logits, axis=-1).astype(jnp.int32)
+        likeliest = jnp.argmax(whole.prefilled[0].logits, axis=-1).astype(jnp.int32)
         return steps, likeliest if given is None else given[0]
 
     if rounded:  # first, so that its cache is gone before there are others

@@ -192,7 +192,7 @@ def test_dense_fallback_steps_are_not_counted():
 
 
 def test_policies_must_be_measured():
-    held = SimpleNamespace(state=[(), ()])
+    held = [SimpleNamespace(state=())] * 2
     unmeasured: Any = SimpleNamespace(
         shared=SimpleNamespace(policies=["dense()", "streaming()"], prefilled=held)
     )

@@ -12,10 +12,11 @@ import pytest
 import jsparse
 from jsparse.builder import dense
 from jsparse.evaluation.closeness import closeness, perplexity, windows
-from jsparse.evaluation.shared_prefill import prime
+from jsparse.evaluation.shared_prefill import as_policies, prime
 from jsparse.evaluation.teacher_forcing import force
 from jsparse.machine import memory
 from jsparse.policies.expressions import as_policy
+from jsparse.policies.sparse_prefill import with_prefill
 from jsparse.policies.streaming import streaming
 from jsparse.policy import Services
 from jsparse.runtime import capacity, chunk_attention
@@ -94,9 +95,23 @@ def test_state_is_that_of_the_policy_alone():
     alone = Session(params(), policy, spec)
     alone.prefill(PROMPTS)
     for ours, theirs in zip(
-        *map(jax.tree.leaves, (made.state[0], alone.prefilled.state)), strict=True
+        *map(jax.tree.leaves, (made[0].state, alone.prefilled.state)), strict=True
     ):
         np.testing.assert_array_equal(ours, theirs)
+
+
+def test_policies_share_the_prefill_of_their_method():
+    few, rows = "streaming(sink=0, recent=1)", random_prompts((330, 140))
+    policies = ("dense", with_prefill("dense", few), NEWEST)
+    spec = capacity.cache_spec(params(), rows, STEPS, None, PAGE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chunk_attention, "chunk_tokens", lambda *_: 128)
+        made = prime(params(), as_policies(policies), rows, spec, lambda *_: None).prefilled
+        alone = Session(params(), as_policy(policies[1]), spec)
+        alone.prefill(rows)
+    assert made[0].logits is made[2].logits
+    assert np.abs(made[0].logits[0] - made[1].logits[0]).max() > 0.1
+    np.testing.assert_allclose(made[1].logits, alone.prefilled.logits, rtol=1e-4, atol=1e-4)
 
 
 def test_policy_is_measured_as_if_alone():
