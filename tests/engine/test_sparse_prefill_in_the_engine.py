@@ -21,6 +21,7 @@ def llm_of(policy, prefill, **options):
 @pytest.mark.parametrize("rows", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_cached_prefix_gives_the_bits_of_a_prompt_alone(rows):
     llm = llm_of("quest(budget=32)", HALF, max_num_seqs=2)
+    assert llm.engine.sizes.full_sizes == [128]  # whole blocks
     fresh = llm.generate([LONG, OTHER][:rows], greedy(6))[0]
     (again,) = llm.generate([LONG], greedy(6))
     assert (fresh.num_cached_tokens, again.num_cached_tokens) == (0, 256)
