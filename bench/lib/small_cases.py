@@ -18,6 +18,7 @@ from jax.sharding import SingleDeviceSharding
 from jsparse.cache import HostPages
 from jsparse.models.quantized import to_blocks
 from jsparse.pallas_kernels.block_sparse_decode import block_sparse_decode
+from jsparse.pallas_kernels.block_sparse_prefill import block_sparse_prefill
 from jsparse.pallas_kernels.bounds_append import bounds_append
 from jsparse.pallas_kernels.centroid_scores import centroid_scores
 from jsparse.pallas_kernels.centroid_update import centroid_update
@@ -49,6 +50,7 @@ from jsparse.pallas_kernels.token_sparse_decode import token_sparse_decode
 from jsparse.pallas_kernels.token_sparse_decode.listed_rows import products
 from jsparse.pallas_kernels.window_attention import window_attention
 from tests.kernels.cases import block_sparse_decode as block_sparse_cases
+from tests.kernels.cases import block_sparse_prefill_mosaic as block_sparse_prefill_cases
 from tests.kernels.cases import centroid_scores as centroid_cases
 from tests.kernels.cases import centroid_update as update_cases
 from tests.kernels.cases import compact_pages as compact_cases
@@ -254,6 +256,10 @@ def attended_by_window(_: Any, inputs: Any) -> Any:
     return [jax.jit(way)(*inputs) for way in ways]
 
 
+def chunk_attention(_: Any, inputs: Any) -> Any:
+    return jax.jit(partial(block_sparse_prefill, implementation="mosaic"))(*inputs)
+
+
 def candidates(_: Any, inputs: Any) -> Any:
     op = partial(table_candidates, **inputs.kwargs, implementation="triton", rule=inputs.rule)
     return jax.jit(op)(*inputs[:3])
@@ -399,6 +405,10 @@ OPS = {
         partial(attention, block_sparse_decode, "mosaic"),
         named(MOSAIC_CASES, "bits_16 dense_and_bits all_dense head_dim_256 many_splits"),
         lambda case: replace(case, dtype="bfloat16").build(),
+    ),
+    "block_sparse_prefill": Op(
+        chunk_attention,
+        {case.name: case for case in block_sparse_prefill_cases.CASES},
     ),
     "block_sparse_rows": Op(
         partial(attention, block_sparse_decode, "triton"),
@@ -549,4 +559,4 @@ OPS = {
     ),
 }
 # those that run on Mosaic GPU
-MOSAIC = ("block_sparse", "quantized_product", "many_rows_product")
+MOSAIC = ("block_sparse", "block_sparse_prefill", "quantized_product", "many_rows_product")

@@ -1,14 +1,43 @@
 """Attends from a prompt chunk to chosen blocks of 128 keys."""
 
+from typing import Any
+
+import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
-from jsparse.cache import LayerCache
+from jsparse.cache import LayerCache, PagePool
 from jsparse.pallas_kernels.block_sparse_prefill import reference
 from jsparse.pallas_kernels.block_sparse_prefill.segments import BLOCK
 from jsparse.pallas_kernels.checked import checked
-from jsparse.pallas_kernels.dispatch import Backend, run
+from jsparse.pallas_kernels.dispatch import Backend, no_mosaic, run
+from jsparse.shapes import ChunkQueries
 
-BACKENDS = (Backend("reference", lambda: reference.block_sparse_prefill),)
+
+def _mosaic():
+    from jsparse.pallas_kernels.block_sparse_prefill import mosaic
+
+    return mosaic.block_sparse_prefill
+
+
+def _not_mosaic(q: ChunkQueries, kv: LayerCache, *_: Any) -> str | None:
+    if isinstance(kv.k, PagePool):
+        return "takes K and V of the model's type on the device"
+    if q.dtype != kv.k.dtype or q.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"takes bfloat16 or float16, not {q.dtype} and {kv.k.dtype}"
+    if q.shape[-1] not in (64, 128):
+        return f"takes head dimensions 64 and 128, not {q.shape[-1]}"
+    if kv.page_size not in (8, 16, 32, 64, 128):
+        return f"takes pages of 8, 16, 32, 64 or 128 tokens, not {kv.page_size}"
+    if kv.bias is not None:
+        return "takes slots without a bias"
+    return no_mosaic()
+
+
+# the kernel comes last, and so is used by name only, since it has not run on a GPU yet
+BACKENDS = (
+    Backend("reference", lambda: reference.block_sparse_prefill),
+    Backend("mosaic", _mosaic, _not_mosaic),
+)
 
 
 @checked()
@@ -33,7 +62,7 @@ def block_sparse_prefill(
         valid: the number of tokens of each row, which the lengths include.
         chosen: the key blocks of each query block, by query head: QB = ⌈T / 128⌉, and
             KB = ⌈capacity / 128⌉.
-        implementation: "reference", or None to choose.
+        implementation: "mosaic" (Hopper, 16-bit types), or "reference", the default.
 
     Raises:
         ValueError: shapes differ, or the named implementation cannot run here.
