@@ -66,7 +66,7 @@ def score(queries: int, view: ChunkView) -> Lines:
     q, kv, valid = view
     batch, tokens, heads, head_dim = q.shape
     query_blocks, key_blocks = view.num_blocks
-    # as many slots as whole blocks have
+    # padded to whole blocks
     keys = jnp.pad(
         read_heads(kv.k, kv), ((0, 0), (0, 0), (0, key_blocks * BLOCK - kv.capacity), (0, 0))
     )
