@@ -115,7 +115,7 @@ ENGINE: Mapping[str, Refusal] = {
     "block_size": Refusal("use page_size, the number of tokens per page"),
     "compilation_config": Refusal(_XLA, {}),
     "cpu_offload_gb": Refusal(
-        "use the policy offloaded(…), which keeps K and V in host memory, or swap_space",
+        "use the policy offloaded(…), which keeps K and V in host memory, or kv_offloading_size",
         0,
     ),
     "data_parallel_size": Refusal(
@@ -132,6 +132,7 @@ ENGINE: Mapping[str, Refusal] = {
     "enforce_eager": Refusal(
         "programs are always compiled; prepare=False compiles each when it is first needed", False
     ),
+    "kv_offloading_backend": Refusal("kv_offloading_size alone sets the host memory", "native"),
     "load_format": Refusal("the format is that of the model's files", "auto"),
     "limit_mm_per_prompt": Refusal("prompts are text only", {}),
     "max_num_batched_tokens": Refusal(
@@ -145,6 +146,9 @@ ENGINE: Mapping[str, Refusal] = {
     ),
     "runner": Refusal("models generate text only", "generate"),
     "skip_tokenizer_init": Refusal("must be False; the tokenizer is always loaded", False),
+    "swap_space": Refusal(
+        "use kv_offloading_size, the GiB of host memory for prefixes and preempted sequences", 0
+    ),
     "task": Refusal("models generate text only", "generate"),
     "tokenizer_mode": Refusal("tokenizers are always fast ones", "auto"),
 }

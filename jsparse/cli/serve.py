@@ -39,8 +39,8 @@ class EngineFlags:
         float,
         Option(help="Fraction of the memory for the model, the KV cache and the policy's state."),
     ] = 0.9
-    swap_space: Annotated[
-        float, Option(help="GiB of host memory for the KV cache of swapped-out sequences.")
+    kv_offloading_size: Annotated[
+        float, Option(help="GiB of host memory for cached prefixes and preempted sequences.")
     ] = 0.0
     enable_prefix_caching: Annotated[
         bool, Option(help="Whether requests reuse the KV cache of shared prefixes.")

@@ -2,51 +2,86 @@
 
 A *page group*, or group, is one page for every layer and KV head. A *block* is a run of groups
 whose tokens filled whole prefill chunks, so that another request with the same prefix may use it.
-This module does not use jax: a group is a number, and the page tables on the device are filled with
-these numbers.
+Blocks that must leave the device move to host memory, if there is any for them. This module does
+not use jax: a group is a number, and so is a place in host memory, which holds one block; the
+device's tables and copies are made from these numbers.
 """
 
 import hashlib
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
 
 @dataclass(eq=False)
 class CacheBlock:
-    """The groups of one block of tokens, with a reference count.
+    """A block of tokens on the device, in host memory, or in both.
 
     Attributes:
-        key: a hash of these tokens and of all before them.
-        groups: the block's groups, in the order of its tokens.
-        references: the number of requests that use it.
+        key: a hash of these tokens and of all before them; empty for a block of one preempted
+            sequence, which no other finds.
+        groups: its groups on the device, in the order of its tokens; (): it is in host memory.
+        size: the number of its groups.
+        place: its place in host memory; None: it has none.
+        references: the number of running requests that use it.
+        pins: the number of preempted sequences that will use it again.
     """
 
     key: bytes
     groups: tuple[int, ...]
+    size: int = field(init=False)
+    place: int | None = None
     references: int = 0
+    pins: int = 0
+
+    def __post_init__(self) -> None:
+        self.size = len(self.groups)
+
+
+class Copy(NamedTuple):
+    """The copy of a block between the device and host memory.
+
+    Attributes:
+        groups: its groups on the device.
+        place: its place in host memory.
+        out: whether it leaves the device; otherwise it comes back.
+    """
+
+    groups: tuple[int, ...]
+    place: int
+    out: bool
 
 
 class BlockPool:
     """An allocator of groups, which keeps the blocks of finished requests until memory is needed.
 
     Every group except the last, which is scratch, is free, allocated to one request, or part of a
-    block.
+    block. An idle block that has to leave the device moves to host memory, where the least recently
+    used ones are dropped for it. One that comes back keeps its place there as long as no other
+    needs it, so that it can leave again without a copy.
 
     Attributes:
         size: the number of groups, without the scratch group.
+        num_places: the number of places in host memory.
+        pinned: the number of blocks with pins, which are never dropped.
     """
 
-    def __init__(self, num_groups: int) -> None:
-        """Creates a pool of `num_groups` groups; the last one is scratch."""
-        self.size = num_groups - 1
+    def __init__(self, num_groups: int, num_places: int = 0) -> None:
+        """Creates a pool of `num_groups` groups, the last one scratch, and places for blocks."""
+        self.size, self.num_places, self.pinned = num_groups - 1, num_places, 0
         self._free = list(range(self.size - 1, -1, -1))
+        self._free_places = list(range(num_places - 1, -1, -1))
         self._blocks: dict[bytes, CacheBlock] = {}
-        # blocks that no request uses, the least recently used first
-        self._idle: OrderedDict[bytes, CacheBlock] = OrderedDict()
+        # blocks on the device that no request uses, the least recently used first
+        self._idle: OrderedDict[CacheBlock, None] = OrderedDict()
         self._num_idle = 0
+        # blocks with a place, in the same order: on the device also, and in host memory only
+        self._copied: OrderedDict[CacheBlock, None] = OrderedDict()
+        self._away: OrderedDict[CacheBlock, None] = OrderedDict()
+        self._copies: list[Copy] = []
 
     @property
     def available(self) -> int:
@@ -58,8 +93,13 @@ class BlockPool:
         """The number of groups in idle blocks."""
         return self._num_idle
 
+    @property
+    def used_places(self) -> int:
+        """The number of blocks with a place in host memory."""
+        return self.num_places - len(self._free_places)
+
     def allocate(self, count: int) -> list[int]:
-        """Allocates `count` groups, evicting idle blocks if necessary.
+        """Allocates `count` groups; idle blocks leave the device if necessary.
 
         Raises:
             ValueError: fewer are available.
@@ -69,10 +109,7 @@ class BlockPool:
                 f"count={count}: must be at most {self.available}, the available groups"
             )
         while len(self._free) < count:
-            _, block = self._idle.popitem(last=False)
-            del self._blocks[block.key]
-            self._num_idle -= len(block.groups)
-            self._free.extend(reversed(block.groups))
+            self._move_out(next(iter(self._idle)))
         cut = len(self._free) - count
         taken = self._free[cut:]
         del self._free[cut:]
@@ -82,30 +119,50 @@ class BlockPool:
         """Frees groups that belonged to one request."""
         self._free.extend(reversed(list(groups)))
 
-    def num_cached(self, keys: Sequence[bytes]) -> int:
-        """Returns the length of the cached prefix of these keys, in blocks."""
+    def take_copies(self) -> list[Copy]:
+        """Returns the copies since the last call, to be made in this order."""
+        copies, self._copies = self._copies, []
+        return copies
+
+    def num_cached(self, keys: Sequence[bytes], *, on_device: bool = False) -> int:
+        """Returns the length of the cached prefix of these keys, in blocks.
+
+        Blocks in host memory count, unless only those `on_device` are wanted.
+        """
         for count, key in enumerate(keys):
-            if key not in self._blocks:
+            block = self._blocks.get(key)
+            if block is None or (on_device and not block.groups):
                 return count
         return len(keys)
-
-    def idle(self, keys: Sequence[bytes]) -> int:
-        """Returns the number of groups in the idle blocks among these."""
-        return sum(len(self._idle[key].groups) for key in keys if key in self._idle)
 
     def find(self, keys: Sequence[bytes]) -> list[CacheBlock]:
         """Returns the blocks of these keys."""
         return [self._blocks[key] for key in keys]
 
-    def acquire(self, keys: Sequence[bytes]) -> list[CacheBlock]:
-        """Returns the blocks of these keys, and adds a reference to each."""
-        blocks = self.find(keys)
+    @staticmethod
+    def cost(blocks: Sequence[CacheBlock]) -> int:
+        """Returns the number of available groups that acquiring these blocks takes."""
+        return sum(block.size for block in blocks if block.references == 0)
+
+    def acquire(self, blocks: Sequence[CacheBlock]) -> None:
+        """Adds a reference to each block, and brings those in host memory back to the device.
+
+        Their `cost` must be available. If any block is pinned, these must be, too: places in host
+        memory then suffice for the pinned blocks that leave the device for them.
+        """
+        away = [block for block in blocks if not block.groups]
         for block in blocks:
-            if block.references == 0:
-                del self._idle[block.key]
-                self._num_idle -= len(block.groups)
+            if block.groups and block.references == 0:
+                self._leave_idle(block)
             block.references += 1
-        return blocks
+        for block in away:  # first, so that they are not dropped for blocks that move out
+            del self._away[block]
+        groups = iter(self.allocate(sum(block.size for block in away)))
+        for block in away:
+            assert block.place is not None
+            block.groups = tuple(next(groups) for _ in range(block.size))
+            self._copies.append(Copy(block.groups, block.place, out=False))
+            self._copied[block] = None
 
     def share(self, key: bytes, groups: Sequence[int]) -> CacheBlock:
         """Makes a block of a request's groups, with one reference, the request's.
@@ -119,31 +176,99 @@ class BlockPool:
         return block
 
     def release(self, blocks: Sequence[CacheBlock]) -> None:
-        """Drops a reference to each block; blocks later in the prefix are evicted first.
+        """Drops a reference to each block; blocks later in the prefix leave the device first.
 
         A block is useless without those before it.
         """
         for block in reversed(blocks):
             block.references -= 1
-            if block.references == 0 and self._blocks.get(block.key) is block:
-                self._idle[block.key] = block
-                self._num_idle += len(block.groups)
-            elif block.references == 0:
-                self._free.extend(reversed(block.groups))
+            if block.references == 0:
+                self._idle[block] = None
+                self._num_idle += block.size
+                self._drop_if_useless(block)
+
+    def pin(self, blocks: Sequence[CacheBlock]) -> None:
+        """Keeps blocks for a preempted sequence; at most `num_places` may be pinned."""
+        for block in blocks:
+            self.pinned += block.pins == 0
+            block.pins += 1
+        assert self.pinned <= self.num_places
+
+    def unpin(self, blocks: Sequence[CacheBlock]) -> None:
+        """Drops a pin of each block."""
+        for block in blocks:
+            block.pins -= 1
+            self.pinned -= block.pins == 0
+            self._drop_if_useless(block)
+
+    def dissolve(self, blocks: Sequence[CacheBlock]) -> list[int]:
+        """Returns the groups of a request's own blocks to it.
+
+        Their copies in host memory are dropped, since the request will write to the groups.
+        """
+        for block in blocks:
+            self._free_place(block)
+        return [group for block in blocks for group in block.groups]
 
     def clear(self) -> None:
         """Empties the prefix cache; blocks in use are freed with their last reference."""
-        for block in self._idle.values():
-            self._free.extend(reversed(block.groups))
-        self._idle.clear()
         self._blocks.clear()
-        self._num_idle = 0
+        for block in [*self._idle, *self._away]:
+            self._drop_if_useless(block)
 
     def uncache(self, blocks: Sequence[CacheBlock]) -> None:
         """Removes blocks from the prefix cache; their groups are freed with the last reference."""
         for block in blocks:
             if self._blocks.get(block.key) is block:
                 del self._blocks[block.key]
+
+    def _move_out(self, block: CacheBlock) -> None:
+        """Frees the groups of an idle block, which moves to host memory if it has a place there."""
+        self._leave_idle(block)
+        if block.place is None and (place := self._new_place()) is not None:
+            block.place = place
+            self._copies.append(Copy(block.groups, place, out=True))
+        self._copied.pop(block, None)
+        self._free.extend(reversed(block.groups))
+        block.groups = ()
+        if block.place is not None:
+            self._away[block] = None
+            return
+        assert not block.pins, "pinned blocks have places in host memory"
+        del self._blocks[block.key]
+
+    def _new_place(self) -> int | None:
+        """Returns a free place; None if all of them belong to pinned blocks."""
+        if not self._free_places:
+            # of blocks that are on the device also, only a copy is lost
+            unpinned = (block for block in self._away if not block.pins)
+            block = next(iter(self._copied), None) or next(unpinned, None)
+            if block is None:
+                return None
+            self._free_place(block)
+            if not block.groups:
+                del self._blocks[block.key]
+        return self._free_places.pop()
+
+    def _leave_idle(self, block: CacheBlock) -> None:
+        del self._idle[block]
+        self._num_idle -= block.size
+
+    def _free_place(self, block: CacheBlock) -> None:
+        if block.place is not None:
+            del (self._copied if block.groups else self._away)[block]
+            self._free_places.append(block.place)
+            block.place = None
+
+    def _drop_if_useless(self, block: CacheBlock) -> None:
+        """Frees a block's memory if nothing uses it and nothing can find it."""
+        if block.references or block.pins or self._blocks.get(block.key) is block:
+            return
+        self._free_place(block)
+        if block.groups:
+            self._leave_idle(block)
+            self._free.extend(reversed(block.groups))
+            block.groups = ()
 
 
 def block_keys(ids: np.ndarray, block_tokens: int, root: str) -> list[bytes]:

@@ -150,11 +150,16 @@ class Engine:
 
     @property
     def kv_host_bytes(self) -> int:
-        """The bytes of K and V in host memory: those of all sequences, or of the swapped ones."""
+        """The bytes of K and V in host memory: those of all sequences, or of blocks."""
         if self.sizes.tail_tokens:
             return self.spec.nbytes
-        swapped = self.scheduler.memory.swapped * self.spec.num_kv_heads
-        return self.spec._replace(pool_pages=swapped).nbytes
+        return self.scheduler.pool.used_places * self.block_bytes
+
+    @property
+    def block_bytes(self) -> int:
+        """The bytes of K and V of a block."""
+        pages = self.sizes.block_groups * self.spec.num_kv_heads
+        return self.spec._replace(pool_pages=pages).nbytes
 
     def check(self, request: Request) -> None:
         """Raises the errors that `add` would raise.

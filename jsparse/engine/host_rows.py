@@ -45,7 +45,7 @@ class HostRows(DeviceRows):
     MOST_ROWS = 8  # the tail of a row takes half a gigabyte on the device for an 8B model
     PACKS = DECODES_SOME = False  # either would copy tails
     SINGLE_STEPS = True
-    EXCLUDES: ClassVar[dict[str, object]] = {"cascade_attention": False, "swap_space": 0}
+    EXCLUDES: ClassVar[dict[str, object]] = {"cascade_attention": False, "kv_offloading_size": 0}
 
     def __init__(self, *given: Any) -> None:
         """Takes the arguments of DeviceRows."""

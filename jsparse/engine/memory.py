@@ -1,4 +1,4 @@
-"""Allocates page groups to sequences: prefix sharing, growth, admission and swapping."""
+"""Allocates page groups to sequences: prefix sharing, growth, admission and preemption."""
 
 import itertools
 from bisect import bisect
@@ -14,19 +14,19 @@ class Memory:
     """The allocator of page groups: a prompt's on admission, a sequence's as it grows.
 
     No sequence is ever preempted for good: one is admitted or grows only if every running sequence
-    can still finish. If host memory can hold the pages that do not fit on the device, all sequences
-    can finish side by side, and a stalled one is swapped out. Otherwise they finish one at a time,
-    and a stalled one keeps its groups.
+    can still finish. If host memory can hold the blocks that do not fit on the device, all
+    sequences can finish side by side, and a stalled one is preempted: its blocks, pinned, leave the
+    device like those of finished requests. Otherwise sequences finish one at a time, and a stalled
+    one keeps its groups. While one is preempted, none is admitted, so the first case remains.
 
     Attributes:
         pool: the groups, and the blocks of shared prefixes.
-        swapped: the number of groups in host memory.
     """
 
     def __init__(self, sizes: EngineSizes, rules: Rules) -> None:
         """Creates an empty allocator."""
-        self.sizes, self.rules, self.pool = sizes, rules, BlockPool(sizes.num_groups)
-        self.swapped = 0
+        self.sizes, self.rules = sizes, rules
+        self.pool = BlockPool(sizes.num_groups, sizes.host_blocks)
 
     def require_room(self, prompt: int, max_tokens: int) -> None:
         """Raises ValueError if a prompt with `max_tokens` new tokens can never fit."""
@@ -61,17 +61,19 @@ class Memory:
 
     def admit(self, seq: SequenceState, begun: Sequence[SequenceState]) -> bool:
         """Allocates a sequence's prompt and first tokens; returns False if it must wait."""
-        shared = seq.keys[: self._shareable(seq)]
+        shared = self.pool.find(seq.keys[: self._shareable(seq)])
         first = self._first(len(seq.ids), seq.max_tokens)
-        wanted = first - len(shared) * self._block_groups
-        left = self.pool.available - self.pool.idle(shared) - wanted
+        wanted = first - len(shared) * self.sizes.block_groups
+        left = self.pool.available - self.pool.cost(shared) - wanted
         later = max(0, self._missing(seq) - (wanted if self.sizes.evicted_pages else first))
-        claim = later, wanted, self.pool.find(shared)
+        claim = later, wanted, shared
         # a single sequence always fits, but idle blocks may occupy its prompt's groups
         can_finish = not begun or self._fit_with_host([*begun, seq])
         if left < 0 or not (can_finish or self._all_can_finish(begun, left, claim)):
             return False
-        seq.blocks = self.pool.acquire(shared)
+        seq.host_tokens = sum(not block.groups for block in shared) * self.sizes.block_tokens
+        self.pool.acquire(shared)
+        seq.blocks = shared
         seq.private_groups = self.pool.allocate(wanted)
         if self.sizes.evicted_pages:
             cut = len(seq.private_groups) - first + self.sizes.groups_for(len(seq.ids))
@@ -100,25 +102,28 @@ class Memory:
             seq.private_groups = kept
         return list(kept)
 
-    def _shareable(self, seq: SequenceState) -> int:
+    def _shareable(self, seq: SequenceState, *, on_device: bool = False) -> int:
         """Returns the number of leading blocks of a prompt that are cached and may be shared."""
         sizes = self.sizes
         maximum = len(seq.ids) - max(1, self.rules.window)
-        known = 0 if seq.scored else self.pool.num_cached(seq.keys) * sizes.block_tokens
+        cached = 0 if seq.scored else self.pool.num_cached(seq.keys, on_device=on_device)
+        known = cached * sizes.block_tokens
         return sizes.hit_end(max(0, min(maximum, known))) // sizes.block_tokens
 
     def take_over(self, seq: SequenceState) -> None:
-        """Adopts cached blocks that other sequences have computed in the meantime.
+        """Adopts cached blocks on the device that others have computed in the meantime.
 
         Resets the policy's state if the adopted tokens are not replayed to it.
         """
-        blocks = self._shareable(seq)
+        blocks = self._shareable(seq, on_device=True)
         tokens = blocks * self.sizes.block_tokens
         if tokens <= seq.kv_tokens:
             return
         old = len(seq.blocks)
-        groups = (blocks - old) * self._block_groups
-        seq.blocks += self.pool.acquire(seq.keys[old:blocks])
+        groups = (blocks - old) * self.sizes.block_groups
+        adopted = self.pool.find(seq.keys[old:blocks])
+        self.pool.acquire(adopted)
+        seq.blocks += adopted
         self.pool.free(seq.private_groups[:groups])
         seq.private_groups = seq.private_groups[groups:]
         seq.cached_tokens += tokens - seq.kv_tokens
@@ -131,13 +136,9 @@ class Memory:
         for key in seq.keys[len(seq.blocks) : seq.prefilled // self.sizes.block_tokens]:
             if self.pool.num_cached([key]):
                 return
-            groups = seq.private_groups[: self._block_groups]
-            seq.private_groups = seq.private_groups[self._block_groups :]
+            groups = seq.private_groups[: self.sizes.block_groups]
+            seq.private_groups = seq.private_groups[self.sizes.block_groups :]
             seq.blocks.append(self.pool.share(key, groups))
-
-    @property
-    def _block_groups(self) -> int:
-        return self.sizes.block_tokens // self.sizes.page_size
 
     def steps_left(self, seq: SequenceState, steps: int) -> int:
         """Returns the number of steps, up to `steps`, that fit a sequence's groups.
@@ -165,7 +166,7 @@ class Memory:
         return groups
 
     def lacks_pages(self, seq: SequenceState, begun: Sequence[SequenceState]) -> bool:
-        """Returns whether a sequence can continue only if another one is swapped out.
+        """Returns whether a sequence can continue only if another one is preempted.
 
         True if it lacks memory for a step, no group is free, and device and host memory together
         can hold all sequences.
@@ -176,11 +177,12 @@ class Memory:
     def _fit_with_host(self, begun: Sequence[SequenceState]) -> bool:
         """Returns whether device and host memory together can hold these sequences until they end.
 
-        Room for two of the largest sequences stays free, since a sequence moves as a whole. A
-        stalled one can then be swapped out, or another one can finish.
+        Each counts with the most blocks that it can ever have, and places for one more row stay
+        free. So when running sequences have all groups, the preempted ones have so few blocks that
+        places are left for those of any row.
         """
         sizes = self.sizes
-        room = sizes.host_groups - 2 * self._on_host(sizes.row_groups)
+        room = sizes.host_blocks - sizes.blocks_for(sizes.row_groups)
         if room < 0:
             return False
         needs = (
@@ -190,12 +192,8 @@ class Memory:
             )
             for each in begun
         )
-        return sum(map(self._on_host, needs)) <= self.pool.size + room
-
-    def _on_host(self, groups: int) -> int:
-        """Returns the number of host groups for `groups` groups: a multiple of `moved_groups`."""
-        part = self.sizes.moved_groups
-        return -(-groups // part) * part
+        blocks = sum(map(sizes.blocks_for, needs)) - room
+        return blocks * sizes.block_groups <= self.pool.size
 
     def _may_grow(self, seq: SequenceState, count: int, begun: Sequence[SequenceState]) -> bool:
         """Returns whether every sequence could still finish if this one had `count` more groups."""
@@ -206,47 +204,41 @@ class Memory:
         del seq.private_groups[len(seq.private_groups) - count :]
         return may
 
-    def can_swap_out(self, seq: SequenceState) -> bool:
-        """Returns whether host memory has room for a sequence's pages."""
-        return self.swapped + self._on_host(self.num_groups(seq)) <= self.sizes.host_groups
+    def preempt(self, seq: SequenceState) -> None:
+        """Releases the memory of a decoding sequence, and pins it until it resumes or ends.
 
-    def swap_out(self, seq: SequenceState, swapped: Sequence[SequenceState]) -> list[int]:
-        """Frees and returns the groups of a sequence that is swapped out.
-
-        The sequence keeps the blocks that it shares with others, unless the kept blocks of all
-        `swapped` sequences would leave too little room for the largest sequence to finish.
+        Its own groups become blocks that no other sequence finds.
         """
-        stay = [*itertools.takewhile(lambda block: block.references > 1, seq.blocks)]
-        staying = {*stay, *(block for other in swapped for block in other.blocks)}
-        if len(staying) * self._block_groups + self.sizes.row_groups > self.pool.size:
-            stay = []
-        groups = seq.groups[len(stay) * self._block_groups :]
-        self.pool.release(seq.blocks[len(stay) :])
-        self.pool.free(seq.private_groups)
-        seq.blocks, seq.private_groups, seq.swapped = stay, [], len(groups)
-        self.swapped += self._on_host(seq.swapped)
-        return groups
+        for groups in itertools.batched(seq.private_groups, self.sizes.block_groups):
+            seq.blocks.append(CacheBlock(b"", groups, references=1))
+        seq.private_groups = []
+        self.pool.pin(seq.blocks)
+        self.pool.release(seq.blocks)
 
-    def swap_in(self, seq: SequenceState, spare: int) -> list[int]:
-        """Allocates groups for the pages of a swapped sequence, and returns them.
+    def resume(self, seq: SequenceState, spare: int) -> bool:
+        """Gives a preempted sequence its memory back, wherever its blocks are.
 
-        Returns [] if that would leave fewer than `spare` groups, or no room for the next token.
+        Returns False if that would leave fewer than `spare` groups, or no room for the next token.
         """
-        needed = self._needed(len(seq.ids), seq.planned) - self.num_groups(seq)
-        if self.pool.available < max(seq.swapped, needed) + spare:
-            return []
-        seq.private_groups = self.pool.allocate(seq.swapped)
-        self.free_host(seq)
-        return seq.private_groups
+        further = self._needed(len(seq.ids), seq.planned) - self.num_groups(seq)
+        if self.pool.available < self.pool.cost(seq.blocks) + max(0, further) + spare:
+            return False
+        self.pool.acquire(seq.blocks)
+        self.pool.unpin(seq.blocks)
+        own = [block for block in seq.blocks if not block.key]
+        seq.blocks = seq.blocks[: len(seq.blocks) - len(own)]
+        seq.private_groups = self.pool.dissolve(own)
+        return True
 
-    def free_host(self, seq: SequenceState) -> None:
-        """Frees the host memory of a sequence."""
-        self.swapped -= self._on_host(seq.swapped)
-        seq.swapped = 0
+    def forget(self, seq: SequenceState) -> None:
+        """Frees the memory of a preempted sequence that has ended."""
+        self.pool.unpin(seq.blocks)
+        seq.blocks = []
 
     def num_groups(self, seq: SequenceState) -> int:
         """Returns the number of groups allocated to a sequence."""
-        return len(seq.blocks) * self._block_groups + len(seq.private_groups) + len(seq.kept_groups)
+        shared = sum(block.size for block in seq.blocks)
+        return shared + len(seq.private_groups) + len(seq.kept_groups)
 
     def _missing(self, seq: SequenceState) -> int:
         """Returns the number of groups that a sequence still needs for all its tokens.
@@ -256,7 +248,7 @@ class Memory:
         needed = self._needed(len(seq.ids), seq.max_tokens)
         allocated = self.num_groups(seq)
         if self.sizes.evicted_pages:
-            allocated -= len(seq.blocks) * self._block_groups
+            allocated -= len(seq.blocks) * self.sizes.block_groups
         return max(0, needed - allocated)
 
     def _all_can_finish(
@@ -288,6 +280,6 @@ class Memory:
             if missing > available:
                 return False
             references.subtract(blocks)
-            free = sum(len(block.groups) for block in blocks if not references[block])
+            free = sum(block.size for block in blocks if not references[block])
             available += private + free
         return True

@@ -27,9 +27,10 @@ class EngineOptions:
             a prompt can use.
         gpu_memory_utilization: the share of the device's memory (of its free memory on a CPU) that
             the model, K and V and the policy's state may take; programs need the rest.
-        swap_space: the GiB of host memory for K and V of sequences that are swapped out when others
-            need their device memory; 0: those others wait instead. It helps if host and device
-            memory together hold all that sequences can need.
+        kv_offloading_size: the GiB of host memory for K and V that must leave the device: cached
+            prefixes, which later prompts bring back instead of computing them, and sequences that
+            are preempted when others need their memory. 0: the prefixes are dropped, and those
+            others wait.
         page_size: the number of tokens per page.
         enable_prefix_caching: whether a prefix that several prompts, or a prompt and an earlier
             sequence, have in common is computed once, if `policy` can share it.
@@ -81,7 +82,7 @@ class EngineOptions:
     max_waiting: int | None = None
     kv_cache_tokens: int | None = None
     gpu_memory_utilization: float = 0.9
-    swap_space: float = 0.0
+    kv_offloading_size: float = 0.0
     page_size: int = 16
     enable_prefix_caching: bool = True
     prefill: PrefillMethod | str = "dense"
@@ -113,7 +114,7 @@ class EngineOptions:
             flag(name, getattr(self, name))
         if self.max_stall_ms is not None:
             number_in("max_stall_ms", self.max_stall_ms, "[0, inf)")
-        number_in("swap_space", self.swap_space, "[0, inf)")
+        number_in("kv_offloading_size", self.kv_offloading_size, "[0, inf)")
         number_in("gpu_memory_utilization", self.gpu_memory_utilization, "(0, 1]")
         if self.batch_invariant and self.drafts != 0:
             raise ValueError(

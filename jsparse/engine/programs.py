@@ -14,6 +14,7 @@ import jax
 
 from jsparse.cache import ReadOnly
 from jsparse.engine.constraint_programs import constrain
+from jsparse.engine.copy_programs import copy_in, copy_out, resume
 from jsparse.engine.decode_programs import (
     decode,
     decode_keys,
@@ -22,7 +23,6 @@ from jsparse.engine.decode_programs import (
     service_keys,
 )
 from jsparse.engine.evict_programs import evict
-from jsparse.engine.move_programs import swap_in, swap_out
 from jsparse.engine.prefill_programs import join, prefill, prefill_keys, replay, start
 from jsparse.engine.program_record import NewRequest
 from jsparse.engine.setup import EngineSpec
@@ -38,12 +38,12 @@ from jsparse.runtime.program_set import ProgramKey, ProgramSet
 from jsparse.runtime.spread_programs import placed
 
 logger = logging.getLogger("jsparse.engine")
-# in the order in which a sequence needs them, then those that swap and service rows
+# in the order in which a sequence needs them, then those that service rows and copy blocks
 PROGRAMS = {
     each.name: each
     for each in (
         *(start, prefill, replay, evict, refill, join, constrain, decode, draft_and_verify),
-        *(leave, service, swap_out, swap_in),
+        *(leave, service, copy_out, copy_in, resume),
     )
 }
 

@@ -25,7 +25,8 @@ class Counters:
         accepted_at: accepted tokens, by their position in a round.
         compressed_rows: compressions of a row's tokens; policies that evict compress a row after
             its prompt and while it decodes.
-        preemptions: the number of times that a sequence was swapped out.
+        preemptions: the number of times that a sequence was preempted.
+        blocks_out, blocks_in: blocks copied to host memory, and back to the device.
         plan_seconds, dispatch_seconds, results_seconds: the host's time.
     """
 
@@ -39,6 +40,8 @@ class Counters:
     accepted_at: Counter[int] = field(default_factory=Counter)
     compressed_rows: int = 0
     preemptions: int = 0
+    blocks_out: int = 0
+    blocks_in: int = 0
     plan_seconds: float = 0.0
     dispatch_seconds: float = 0.0
     results_seconds: float = 0.0
@@ -51,7 +54,10 @@ class Counters:
             self.decode_steps += plan.decode.steps
             # in a verification round, a row's `steps` count tokens
             self.row_steps += sum(min(row.steps, plan.decode.steps) for row in plan.decode.rows)
-        self.preemptions += len(plan.swapped_out)
+        self.preemptions += len(plan.preempted)
+        copies = [*plan.copies, *plan.late_copies]
+        self.blocks_out += sum(copy.out for copy in copies)
+        self.blocks_in += sum(not copy.out for copy in copies)
         if policy.evicts:
             chunks, rows = (
                 plan.prefill and plan.prefill.chunks,

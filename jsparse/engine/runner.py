@@ -1,11 +1,12 @@
 """Dispatches plans to the device, and does not wait for their results.
 
-It waits only for swaps, to limit the number of copies in flight.
+It waits only for copies of blocks, to limit the number in flight.
 """
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 import jax
@@ -13,10 +14,19 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from jsparse.engine.blocks import Copy
 from jsparse.engine.constraint_programs import constrain, rows_at_once
+from jsparse.engine.copy_programs import (
+    Groups,
+    PackedBlock,
+    copy_in,
+    copy_out,
+    no_groups,
+    no_row,
+    resume,
+)
 from jsparse.engine.decode_programs import decode, decode_key, service
 from jsparse.engine.evict_programs import evict_key
-from jsparse.engine.move_programs import MovedGroups, SwappedPages, no_groups, swap_in, swap_out
 from jsparse.engine.packing import CHOICES, unpack, unpack_scores
 from jsparse.engine.prefill_programs import join, prefill, replay, start
 from jsparse.engine.program_record import NewRequest
@@ -24,7 +34,7 @@ from jsparse.engine.programs import Programs
 from jsparse.engine.setup import EngineSpec
 from jsparse.engine.sizes import SamplingMode
 from jsparse.engine.slots import Slots, neutral
-from jsparse.engine.step_plan import Chunk, DecodePlan, Move, PrefillPlan, RowPlan, StepPlan
+from jsparse.engine.step_plan import Chunk, DecodePlan, PrefillPlan, Resumed, RowPlan, StepPlan
 from jsparse.engine.tail_programs import leave, refill
 from jsparse.host_memory import pages as host_pages
 from jsparse.host_memory.pages import HostLayers, Leaving, device_sharding, host_sharding
@@ -35,7 +45,7 @@ from jsparse.runtime.program_set import ProgramKey
 from jsparse.runtime.request import Request, knob_rows
 from jsparse.runtime.sampling import row_sampling
 
-# the most copies of parts of rows that are in flight between device and host memory
+# the most copies of blocks that are in flight between device and host memory
 AT_A_TIME = 8
 
 
@@ -91,9 +101,9 @@ class Runner:
             rows: jax.device_put(row_sampling([neutral()] * rows, spec.decoder.config.vocab_size))
             for rows in spec.sizes.prefill_rows
         }
-        # the pages of swapped sequences, in host memory
-        self._swapped: dict[int, list[SwappedPages]] = {}
-        self._copying: deque[SwappedPages] = deque()
+        # the blocks in host memory, by place
+        self._blocks: dict[int, PackedBlock] = {}
+        self._copying: deque[PackedBlock] = deque()
         self.allocate()
 
     def allocate(self) -> None:
@@ -116,7 +126,7 @@ class Runner:
         Services are left out, since they treat every row in their inputs as due.
         """
         for key in programs:
-            if key.name in (start.name, service.name, swap_out.name, swap_in.name):
+            if key.name in (start.name, service.name, copy_out.name, copy_in.name):
                 continue
             arguments = self._slots, *self._programs.placeholders(key.name, key.size)
             out = self._programs.run(key, *arguments)
@@ -131,21 +141,18 @@ class Runner:
     def run(self, plan: StepPlan) -> list[PendingResults]:
         """Dispatches a plan; returns its pending results."""
         pending = []
-        for number in plan.forgotten:
-            del self._swapped[number]
-        for move in plan.swapped_in:
-            self._swap_in(move)
+        self._copy(plan.copies)
+        for row in plan.resumed:
+            self._resume(row)
         if plan.prefill is not None:
             pending.append(self._prefill(plan.prefill))
-        for move in plan.swapped_out:
-            self._swap_out(move)
+        self._copy(plan.late_copies)
         if plan.decode is not None:
             pending.append(self._decode(plan.decode))
             if not self._spec.sizes.drafts:  # a verification round includes its services
                 self._service(plan.decode.rows)
                 self._store_tails(plan.decode.rows)
-        # swapped sequences keep their pages in `_swapped`
-        self._copying.clear()
+        self._copying.clear()  # those to host memory are in `_blocks`
         for results in pending:
             results.packed.copy_to_host_async()
             if results.scores is not None:
@@ -172,7 +179,7 @@ class Runner:
 
     def forget(self) -> None:
         """Releases host memory."""
-        self._swapped.clear()
+        self._blocks.clear()
         self._copying.clear()
         self._host = ()
         self._programs.lend_pages(None)
@@ -250,36 +257,42 @@ class Runner:
                 which = np.array([row.slot], np.int32)
                 self._store(self._programs.run(leave.key(1), self._slots, which))
 
-    def _swap_out(self, move: Move) -> None:
-        """Copies a row's pages to host memory."""
-        parts: list[SwappedPages] = []
-        for moved in self._moved(move):
-            part = self._programs.run(swap_out.key(1), self._slots, moved)
-            parts.append(jax.device_put(part, host_sharding()))
-            self._copying.append(parts[-1])
-        self._swapped[move.seq] = parts
+    def _copy(self, copies: Sequence[Copy]) -> None:
+        """Copies blocks out to host memory and back in, in this order."""
+        for out, run in itertools.groupby(copies, key=attrgetter("out")):
+            (self._copy_out if out else self._copy_in)(list(run))
 
-    def _swap_in(self, move: Move) -> None:
-        """Copies a row's pages back to the device, into new groups."""
+    def _copy_out(self, copies: list[Copy]) -> None:
+        for copy in copies:
+            part = self._programs.run(copy_out.key(1), self._slots, self._groups_of(copy))
+            self._blocks.pop(copy.place, None)  # its memory is free for the next
+            self._blocks[copy.place] = jax.device_put(part, host_sharding())
+            self._copying.append(self._blocks[copy.place])
+
+    def _copy_in(self, copies: list[Copy]) -> None:
         place = device_sharding()
-        copies = (jax.device_put(part, place) for part in self._swapped.pop(move.seq))
-        coming = next(copies)
-        for moved in self._moved(move):
+        parts = (jax.device_put(self._blocks[copy.place], place) for copy in copies)
+        coming = next(parts)
+        for copy in copies:
             # a copy waits for programs dispatched before it, so the next one is started first
-            part, coming = coming, next(copies, coming)
-            self._slots = self._programs.run(swap_in.key(1), self._slots, moved, part)
+            part, coming = coming, next(parts, coming)
+            inputs = self._groups_of(copy), part
+            self._slots = self._programs.run(copy_in.key(1), self._slots, *inputs)
             self._copying.append(part)
 
-    def _moved(self, move: Move) -> Iterator[MovedGroups]:
-        """Yields the groups of a row, `moved_groups` at a time."""
-        size = self._spec.sizes.moved_groups
-        for nth, groups in enumerate(itertools.batched(move.groups, size)):
-            if len(self._copying) >= AT_A_TIME:  # each takes device memory
-                jax.block_until_ready(self._copying.popleft())
-            (moved,) = no_groups(self._spec)
-            moved.slots[0], moved.first[0] = move.slot, move.first + nth * size
-            moved.groups[0, : len(groups)] = groups
-            yield moved
+    def _groups_of(self, copy: Copy) -> Groups:
+        """Returns the groups of a block, once few enough copies are in flight."""
+        if len(self._copying) >= AT_A_TIME:  # each takes device memory
+            jax.block_until_ready(self._copying.popleft())
+        (groups,) = no_groups(self._spec)
+        groups[0, : len(copy.groups)] = copy.groups
+        return groups
+
+    def _resume(self, row: Resumed) -> None:
+        """Gives a row the groups in which its blocks are."""
+        slots, groups = no_row(self._spec)
+        slots[0], groups[0, : len(row.groups)] = row.slot, row.groups
+        self._slots = self._programs.run(resume.key(1), self._slots, slots, groups)
 
     def _evict(self, chunk: Chunk) -> None:
         """Compresses a prompt that ends with this chunk."""

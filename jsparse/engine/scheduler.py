@@ -19,9 +19,9 @@ from jsparse.engine.sizes import EngineSizes, Rules
 from jsparse.engine.stall_budget import Estimates, StallBudget
 from jsparse.engine.step_plan import (
     DecodePlan,
-    Move,
     Phase,
     PrefillPlan,
+    Resumed,
     RowPlan,
     SequenceState,
     SharedPrefix,
@@ -65,10 +65,9 @@ class Scheduler:
         self.pool = self.memory.pool
         self.waiting: list[tuple[tuple[int, float], int, SequenceState]] = []
         self.decoding: list[SequenceState] = []
-        self.swapped: list[SequenceState] = []
+        self.preempted: list[SequenceState] = []
         self._stall = StallBudget(sizes, latency, self._rows_for, self.decoding)
         self.prompts = Prompts(sizes, self.memory, self._stall)
-        self._moves: tuple[list[Move], list[Move], list[int]] = [], [], []
         self._joins = itertools.count()
         self._slots = list(range(sizes.num_slots))
         self._some_stopped = False
@@ -86,7 +85,7 @@ class Scheduler:
     @property
     def begun(self) -> list[SequenceState]:
         """The sequences with a slot."""
-        return [*self.prefilling, *self.decoding, *self.swapped]
+        return [*self.prefilling, *self.decoding, *self.preempted]
 
     @property
     def stepwise(self) -> bool:
@@ -124,11 +123,14 @@ class Scheduler:
 
     def plan(self) -> StepPlan:
         """Returns the next programs, and advances the state as if they had run."""
-        self._moves = swapped_in, swapped_out, forgotten = [], [], []
         self._release_finished()
-        self._swap_in()
+        resumed = self._resume()
         self._admit()
-        return StepPlan(self._prefill(), self._decode(), swapped_in, swapped_out, forgotten)
+        prefill, copies = self._prefill(), self.pool.take_copies()
+        before = {seq.number for seq in self.preempted}
+        decode = self._decode()
+        preempted = [seq.number for seq in self.preempted if seq.number not in before]
+        return StepPlan(prefill, decode, copies, resumed, self.pool.take_copies(), preempted)
 
     def _release_finished(self) -> None:
         """Frees the memory of sequences that have stopped or whose tokens are all planned."""
@@ -148,14 +150,13 @@ class Scheduler:
         match seq.phase:
             case Phase.PREFILL:
                 self.prompts.end(seq)
-            case Phase.SWAPPED:
-                self.swapped.remove(seq)
-                self.memory.free_host(seq)
-                self._moves[2].append(seq.number)
+            case Phase.PREEMPTED:
+                self.preempted.remove(seq)
+                self.memory.forget(seq)
             case _:
                 self.decoding.remove(seq)
         heapq.heappush(self._slots, seq.slot)
-        in_place = seq.phase is not Phase.SWAPPED
+        in_place = seq.phase is not Phase.PREEMPTED
         if in_place and self.rules.shares_generated and len(seq.generated) > 1:
             # the newest token has no K and V yet
             text = np.concatenate([seq.ids, np.asarray(seq.generated[:-1], np.int32)])
@@ -167,9 +168,9 @@ class Scheduler:
     def _admit(self) -> None:
         """Gives free slots and memory to waiting sequences, by rank.
 
-        No sequence is admitted while another is swapped out.
+        No sequence is admitted while another is preempted.
         """
-        while self.waiting and self._slots and not self.swapped:
+        while self.waiting and self._slots and not self.preempted:
             seq = self.waiting[0][2]
             if not self.memory.admit(seq, self.begun):
                 return
@@ -177,42 +178,39 @@ class Scheduler:
             seq.slot, seq.phase = heapq.heappop(self._slots), Phase.PREFILL
             self.prefilling.append(seq)
 
-    def _swap_in(self) -> None:
-        """Swaps sequences in while memory has room, in the order of joining.
+    def _resume(self) -> list[Resumed]:
+        """Resumes preempted sequences while memory has room, in the order of joining.
 
         Decoding sequences keep room to grow.
         """
-        for seq in sorted(self.swapped, key=lambda seq: seq.joined):
-            first = self.memory.num_groups(seq)
-            groups = self.memory.swap_in(seq, self.sizes.growth * len(self.decoding))
-            if not groups:
-                return
-            self._moves[0].append(Move(seq.number, seq.slot, list(groups), first))
-            self.swapped.remove(seq)
+        resumed = []
+        for seq in sorted(self.preempted, key=lambda seq: seq.joined):
+            if not self.memory.resume(seq, self.sizes.growth * len(self.decoding)):
+                break
+            resumed.append(Resumed(seq.number, seq.slot, seq.groups))
+            self.preempted.remove(seq)
             seq.phase = Phase.DECODING
             insort(self.decoding, seq, key=lambda seq: seq.joined)
+        return resumed
 
     def _preempt_for(self, seq: SequenceState, planned: list[SequenceState]) -> bool:
-        """Swaps out the sequence that joined last so that `seq` can grow; returns whether it did.
+        """Preempts the sequence that joined last so that `seq` can grow; returns whether it did.
 
         Sequences in `planned` stay, as do those that joined before `seq`. If `seq` itself joined
-        last, it is swapped out, unless it decodes alone: prompts in prefill will join. Nothing is
-        swapped out while another sequence has all its tokens planned, since the next plan frees its
+        last, it is preempted, unless it decodes alone: prompts in prefill will join. None is
+        preempted while another sequence has all its tokens planned, since the next plan frees its
         memory.
         """
         others = [seq for seq in self.decoding if seq not in planned]
         if not self.sizes.drafts and any(o.planned == o.max_tokens for o in others):
             return False
-        later = [o for o in others if o.joined >= seq.joined]
-        last = next((o for o in reversed(later) if self.memory.can_swap_out(o)), None)
-        if last is None or len(self.decoding) == 1:
+        if len(self.decoding) == 1:
             return False
-        groups = self.memory.swap_out(last, self.swapped)
-        first = self.memory.num_groups(last)
-        self._moves[1].append(Move(last.number, last.slot, groups, first))
+        last = others[-1]  # `seq` or one that joined later
+        self.memory.preempt(last)
         self.decoding.remove(last)
-        self.swapped.append(last)
-        last.phase = Phase.SWAPPED
+        self.preempted.append(last)
+        last.phase = Phase.PREEMPTED
         return True
 
     def _prefill(self) -> PrefillPlan | None:
@@ -257,7 +255,7 @@ class Scheduler:
             while seq.phase is Phase.DECODING and self.memory.lacks_pages(seq, self.begun):
                 if not self._preempt_for(seq, seqs):
                     break
-            if seq.phase is Phase.SWAPPED:
+            if seq.phase is Phase.PREEMPTED:
                 continue
             count = min(1 if seq.stepwise else steps + drafts, seq.max_tokens - seq.planned)
             first = self.memory.num_groups(seq)
@@ -293,7 +291,7 @@ class Scheduler:
 
     def _remaining(self, seqs: list[SequenceState]) -> list[Remaining]:
         """Returns what sequences still want; [] if others wait to replace those that end."""
-        if self.waiting or self.prefilling or self.swapped:
+        if self.waiting or self.prefilling or self.preempted:
             return []
         return [Remaining(seq.max_tokens - seq.planned, seq.acceptance) for seq in seqs]
 
@@ -315,7 +313,7 @@ class Scheduler:
         """
         if self.prefilling or not self.decoding or self.stepwise:
             return 1
-        some_wait = self.waiting or self.swapped
+        some_wait = self.waiting or self.preempted
         steps = min(self.sizes.steps, BUSY_STEPS) if some_wait else self.sizes.steps
         left = [seq.max_tokens - seq.planned for seq in self.decoding]
         ends = [max(left)]

@@ -100,7 +100,7 @@ def engine_spec(params: Params, policy: AnyPolicy, options: EngineOptions) -> En
         drafts=options.drafts,
     )
     if params.mesh is not None:
-        options = options.only("the model is spread over several devices", swap_space=0)
+        options = options.only("the model is spread over several devices", kv_offloading_size=0)
     if admitted.drafts:
         options = options.only("exact is true", cascade_attention=False)
     options = options.only("K and V are in host memory", **memory.EXCLUDES)

@@ -45,8 +45,7 @@ class EngineSizes(NamedTuple):
             compressed into groups of their own before their first token is chosen. 0: prompts
             decode in the groups of their prefill.
         prompt_pages: the numbers of pages per head, ascending, for which programs compress prompts.
-        host_groups: the number of groups that fit in host memory, for swapped sequences.
-        moved_groups: the number of groups that are swapped at a time.
+        host_blocks: the number of blocks that fit in host memory.
         tail_tokens: if K and V are in host memory, the number of decoded tokens after which a row's
             newest tokens are copied there; 0: K and V are on the device.
     """
@@ -70,8 +69,7 @@ class EngineSizes(NamedTuple):
     adapts: bool = False
     evicted_pages: int = 0
     prompt_pages: tuple[int, ...] = ()
-    host_groups: int = 0
-    moved_groups: int = 1
+    host_blocks: int = 0
     tail_tokens: int = 0
 
     @property
@@ -165,6 +163,15 @@ class EngineSizes(NamedTuple):
     def groups_for(self, tokens: int) -> int:
         """Returns the number of groups for `tokens` tokens."""
         return -(-tokens // self.page_size)
+
+    @property
+    def block_groups(self) -> int:
+        """The number of groups of a block."""
+        return self.block_tokens // self.page_size
+
+    def blocks_for(self, groups: int) -> int:
+        """Returns the number of blocks for `groups` groups."""
+        return -(-groups // self.block_groups)
 
 
 class Rules(NamedTuple):

@@ -44,8 +44,6 @@ GROWTH_TOKENS = 256
 # The pages per head of the smallest program that compresses prompts; each larger one has four times
 # as many.
 PROMPT_PAGES = 128
-# Groups that are swapped at a time: 134 MB of an 8B model.
-MOVED_GROUPS = 64
 # The most short chunks that a GPU prefills at a time.
 PACKED_GPU = 8
 
@@ -129,8 +127,7 @@ def sizes_of(
         packed_tokens=default[0][1],
         evicted_pages=kept,
         prompt_pages=_prompt_pages(policy, spec) if kept else (),
-        host_groups=_host_groups(options.swap_space, memory),
-        moved_groups=MOVED_GROUPS,
+        host_blocks=_host_blocks(options.kv_offloading_size, memory, block // spec.page_size),
         tail_tokens=memory.tail_tokens,
     )
 
@@ -164,16 +161,16 @@ def prefix_rows(cascade: bool | None, policy: Policy, spec: CacheSpec) -> int:
     return min(rows, spec.batch) if cascade and rows > 1 else 0
 
 
-def _host_groups(swap_space: float, rows: DeviceRows) -> int:
-    """Returns the number of groups that fit in `swap_space` GiB of host memory."""
-    nbytes, free = swap_space * 2**30, available_host_bytes()
+def _host_blocks(gib: float, rows: DeviceRows, block_groups: int) -> int:
+    """Returns the number of blocks of `block_groups` groups that fit in `gib` of host memory."""
+    nbytes, free = gib * 2**30, available_host_bytes()
     if nbytes > free:
         limit = f" and that {LIMIT_VARIABLE} allows" if on_gpu() else ""
         raise ValueError(
-            f"swap_space={swap_space}: must be at most {free / 2**30:.1f}, the GiB of host memory "
+            f"kv_offloading_size={gib}: must be at most {free / 2**30:.1f}, the GiB of host memory "
             f"that are free now{limit}"
         )
-    return int(nbytes / group_bytes(rows)[0]) if nbytes else 0
+    return int(nbytes / (group_bytes(rows)[0] * block_groups)) if nbytes else 0
 
 
 def _prompt_pages(policy: Policy, spec: CacheSpec) -> tuple[int, ...]:

@@ -7,14 +7,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jsparse.engine.blocks import CacheBlock
+from jsparse.engine.blocks import CacheBlock, Copy
 from jsparse.runtime.draft_length import Acceptance
 
 # Each second of waiting makes a prompt count as this many tokens shorter, about what an 8B model
 # prefills in that time. So the shortest prompt goes first, and none waits forever.
 TOKENS_PER_SECOND = 20_000
 
-Phase = Enum("Phase", ["WAITING", "PREFILL", "DECODING", "SWAPPED", "ENDED"])
+Phase = Enum("Phase", ["WAITING", "PREFILL", "DECODING", "PREEMPTED", "ENDED"])
 
 
 @dataclass(eq=False)
@@ -34,16 +34,16 @@ class SequenceState:
         kv_tokens: the number of prompt tokens with K and V; greater than `prefilled` while tokens
             from the prefix cache are replayed.
         cached_tokens: the number of tokens from the prefix cache.
+        host_tokens: the number of these that were in host memory when it was admitted.
         planned: the number of planned tokens; for a pending verification round, the most that it
             can yield.
         stopped: whether no more tokens are needed.
         cache_salt: a secret; sequences share blocks only if theirs are equal.
         generated: its tokens, if it has stopped and others may share them.
-        blocks: its blocks, the prefix of the prompt.
+        blocks: its blocks, the prefix of the prompt; while it is preempted, all its memory.
         private_groups: the groups after them.
         kept_groups: the groups for the compressed prompt, if the policy evicts.
         joined: its position in the order in which sequences started to decode.
-        swapped: the number of its groups in host memory.
         priority: sequences with a smaller one start first.
         scored: whether all tokens of the prompt are computed, even cached ones.
         stepwise: whether its next token may be planned only when all before it are known.
@@ -64,6 +64,7 @@ class SequenceState:
     prefilled: int = 0
     kv_tokens: int = 0
     cached_tokens: int = 0
+    host_tokens: int = 0
     planned: int = 0
     stopped: bool = False
     generated: Sequence[int] = ()
@@ -71,7 +72,6 @@ class SequenceState:
     private_groups: list[int] = field(default_factory=list)
     kept_groups: list[int] = field(default_factory=list)
     joined: int = 0
-    swapped: int = 0
     priority: int = 0
     scored: bool = False
     stepwise: bool = False
@@ -184,19 +184,17 @@ class DecodePlan(NamedTuple):
     drafts: int | None = None
 
 
-class Move(NamedTuple):
-    """The transfer of a sequence's pages to host memory or back.
+class Resumed(NamedTuple):
+    """A preempted sequence that decodes again.
 
     Attributes:
-        seq, slot: the number of the sequence, and its slot, which it keeps.
-        groups: the groups that move, in the order of its tokens.
-        first: the number of groups before them, which stay on the device because others share them.
+        seq, slot: the number of the sequence, and its slot, which it has kept.
+        groups: its groups, in the order of its tokens.
     """
 
     seq: int
     slot: int
     groups: list[int]
-    first: int
 
 
 class StepPlan(NamedTuple):
@@ -205,16 +203,18 @@ class StepPlan(NamedTuple):
     Attributes:
         prefill: the prefill program; None: none.
         decode: the decode program, which runs last; None: none.
-        swapped_in: the sequences to swap in, before everything else.
-        swapped_out: the sequences to swap out, between prefill and decoding.
-        forgotten: the numbers of sequences that ended while they were swapped out.
+        copies: copies of blocks, in this order, before everything else.
+        resumed: the sequences that decode again, after these copies.
+        late_copies: further copies, between prefill and decoding.
+        preempted: the numbers of sequences that have lost their groups before these copies.
     """
 
     prefill: PrefillPlan | None
     decode: DecodePlan | None
-    swapped_in: Sequence[Move] = ()
-    swapped_out: Sequence[Move] = ()
-    forgotten: Sequence[int] = ()
+    copies: Sequence[Copy] = ()
+    resumed: Sequence[Resumed] = ()
+    late_copies: Sequence[Copy] = ()
+    preempted: Sequence[int] = ()
 
     @property
     def empty(self) -> bool:

@@ -47,7 +47,7 @@ class Live:
         decoding = list(scheduler.decoding)
         return {
             "running": len(scheduler.begun),
-            "swapped": len(scheduler.swapped),
+            "preempted": len(scheduler.preempted),
             "waiting": len(scheduler.waiting),
             "kv_cache_usage": kv_cache_usage(self._engine),
             "prefix_cache_hits": self._service.metrics.hit_tokens,
@@ -102,6 +102,6 @@ class Live:
 
 
 def _phase(stream: PromptStream) -> str:
-    """Returns waiting, prefill, decoding, swapped or ended: the least advanced sequence's phase."""
+    """Returns the phase of the least advanced sequence, such as decoding or preempted."""
     phases = [seq.phase for seq in stream.state.seqs]
     return min(phases, key=lambda phase: phase.value).name.lower()

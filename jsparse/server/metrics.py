@@ -42,12 +42,13 @@ SHARED = {
 class Metrics:
     """Counts and times of requests, with the engine's counters read on demand.
 
-    `query_tokens` are the prompt tokens looked up in the prefix cache, `hit_tokens` those found.
+    `query_tokens` are the prompt tokens looked up in the prefix cache, `hit_tokens` those found,
+    and `host_hit_tokens` those of them that were in host memory.
     """
 
     def __init__(self, engine: Engine, model: str) -> None:
         self._engine, self._model = engine, model
-        self.query_tokens = self.hit_tokens = 0
+        self.query_tokens = self.hit_tokens = self.host_hit_tokens = 0
         self._registry = CollectorRegistry()
         self._registry.register(self)
         label = {"labelnames": ("model_name",), "registry": self._registry}
@@ -92,6 +93,7 @@ class Metrics:
         self._prompt.inc(len(state.ids))
         self.query_tokens += len(state.ids) * len(state.seqs)
         self.hit_tokens += sum(seq.cached_tokens for seq in state.seqs)
+        self.host_hit_tokens += sum(seq.host_tokens for seq in state.seqs)
         self._ttft.observe(metrics.time_to_first_token or 0.0)
         if metrics.scheduled is not None:
             self._queue.observe(metrics.scheduled - metrics.arrived)
@@ -115,25 +117,16 @@ class Metrics:
     def collect(self) -> Iterator[Metric]:
         """Yields the engine's counters; the registry calls this."""
         scheduler, counters = self._engine.scheduler, self._engine.counters
-        running, memory = len(scheduler.begun), scheduler.memory
+        running, pool = len(scheduler.begun), scheduler.pool
+        places, block = pool.used_places, self._engine.block_bytes
+        share = places / max(pool.num_places, 1)
         for name, text, value in (
             ("num_requests_running", "Sequences that have a slot.", running),
             ("num_requests_waiting", "Sequences that wait for a slot.", len(scheduler.waiting)),
-            (
-                "num_requests_swapped",
-                "Sequences in host memory.",
-                len(scheduler.swapped),
-            ),
-            (
-                "swap_space_usage_perc",
-                "Share of the host memory for swapped sequences in use; 1 is all.",
-                memory.swapped / max(self._engine.sizes.host_groups, 1),
-            ),
-            (
-                "kv_host_bytes",
-                "Bytes of K and V in host memory.",
-                self._engine.kv_host_bytes,
-            ),
+            ("num_requests_preempted", "Sequences that wait for memory.", len(scheduler.preempted)),
+            ("kv_offloading_blocks", "Blocks with a place in host memory.", places),
+            ("kv_offloading_usage_perc", "Share of these places in use; 1 is all.", share),
+            ("kv_host_bytes", "Bytes of K and V in host memory.", self._engine.kv_host_bytes),
             (
                 "kv_cache_usage_perc",
                 "Share of K and V in use; 1 is all.",
@@ -146,7 +139,10 @@ class Metrics:
         for name, text, value in (
             ("prefix_cache_queries", "Tokens looked up in the prefix cache.", self.query_tokens),
             ("prefix_cache_hits", "Tokens found in the prefix cache.", self.hit_tokens),
-            ("num_preemptions", "Times that a sequence was swapped out.", counters.preemptions),
+            ("prefix_cache_host_hits", "Tokens found there in host memory.", self.host_hit_tokens),
+            ("kv_offloading_out_bytes", "Bytes copied to the host.", counters.blocks_out * block),
+            ("kv_offloading_in_bytes", "Bytes copied from the host.", counters.blocks_in * block),
+            ("num_preemptions", "Times that a sequence was preempted.", counters.preemptions),
             ("generation_tokens", "Generated tokens.", counters.new_tokens),
             (
                 "computed_prompt_tokens",
@@ -163,8 +159,8 @@ class Metrics:
             count = CounterMetricFamily(f"jsparse:{name}", text, labels=["model_name"])
             count.add_metric([self._model], value)
             yield count
-        pool = {"block_size": self._engine.sizes.page_size, "num_gpu_blocks": scheduler.pool.size}
-        labels = {"model_name": self._model} | {name: f"{value}" for name, value in pool.items()}
+        config = {"block_size": self._engine.sizes.page_size, "num_gpu_blocks": pool.size}
+        labels = {"model_name": self._model} | {name: f"{value}" for name, value in config.items()}
         info = GaugeMetricFamily(
             "jsparse:cache_config_info", "Tokens per page, and pages of a head.", labels=[*labels]
         )

@@ -402,7 +402,7 @@ def test_options_out_of_range_are_refused():
         ({"per_request": ["p"]}, r"per_request=\('p',\): must be among \['dense'\]"),
         ({"kv_cache_tokens": 2**50}, "must fit in the .* that gpu_memory_utilization=0.9 leaves"),
         # with K and V in host memory
-        ({"policy": OFFLOADED, "swap_space": 1.0}, "swap_space=1.0: must be 0 if K and V are"),
+        ({"policy": OFFLOADED, "kv_offloading_size": 1.0}, "kv_offloading_size=1.0: must be 0 if"),
         (
             {"policy": OFFLOADED, "cascade_attention": True, "batch_invariant": False},
             "cascade_attention=True: must be False if K and V are in",
@@ -418,7 +418,8 @@ def test_options_out_of_range_are_refused():
             {"exact": True, "batch_invariant": False, "cascade_attention": True},
             "cascade_attention=True: must be .* if exact is true",
         ),
-        ({"swap_space": -1}, "swap_space=-1: must be a finite number of at least 0"),
+        ({"kv_offloading_size": -1}, "kv_offloading_size=-1: must be a finite number of at"),
+        ({"swap_space": 4}, "swap_space=4: use kv_offloading_size"),
     ):
         with pytest.raises(ValueError, match=message):
             tiny_llm(**{"policy": "quest(budget=16)"} | options)

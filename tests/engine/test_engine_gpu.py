@@ -90,12 +90,12 @@ def test_verified_drafts_are_dense_attentions(policy, monkeypatch):
 
 
 @pytest.mark.parametrize("policy", ["dense", "quest(budget=256)", "snapkv(budget=256)"])
-def test_swapped_sequence_continues_with_the_same_bits(policy):
+def test_preempted_sequence_continues_with_the_same_bits(policy):
     """K, V and all row state return from host memory, as in an engine with room for all."""
     options = {"max_num_seqs": 4, "max_model_len": 2048, "batch_invariant": True, "prepare": False}
     greedy = jsparse.SamplingParams(temperature=0, max_tokens=700, logprobs=0, ignore_eos=True)
     prompts = random_prompts((700, 33, 512, 640), seed=5)
-    scarce = jsparse.LLM(model(), policy, kv_cache_tokens=2560, swap_space=1.0, **options)
+    scarce = jsparse.LLM(model(), policy, kv_cache_tokens=2560, kv_offloading_size=1.0, **options)
     outs = scarce.generate(prompts, greedy)
     assert scarce.engine.counters.preemptions > 0
     roomy = jsparse.LLM(model(), policy, kv_cache_tokens=8192, **options)

@@ -11,8 +11,8 @@ from jsparse.policies.expressions import parse
 from jsparse.runtime import capacity
 from jsparse.runtime.session import Session
 from tests.engine import test_exact as drafting
-from tests.engine import test_swapping as swapping
-from tests.engine.test_swapping import sequences_grow_by_a_page  # noqa: F401 - used below
+from tests.engine import test_host_blocks as host_blocks
+from tests.engine.test_host_blocks import sequences_grow_by_a_page  # noqa: F401 - used below
 from tests.support.marks import slow_except
 from tests.support.serving import assert_at_rest, bits, greedy, tiny_llm
 from tests.support.tiny import random_prompts, tiny_params
@@ -37,13 +37,13 @@ def test_found_prefixes_keep_the_bits(expression):
 @pytest.mark.slow
 @pytest.mark.usefixtures("sequences_grow_by_a_page")
 @pytest.mark.parametrize("expression", [QUEST, SNAPKV])
-def test_swapping_keeps_the_bits(expression):
-    llm = tiny_llm(expression, params=model(), **swapping.SCARCE)
-    outs, swapped, swapped_in = swapping.moves_of(llm, swapping.PROMPTS)
-    assert len(swapped) == len(swapped_in) > 0
-    for prompt, out in zip(swapping.PROMPTS, outs, strict=True):
-        (alone,), moved, _ = swapping.moves_of(llm, [prompt])
-        assert not moved
+def test_preempted_rows_keep_the_bits(expression):
+    llm = tiny_llm(expression, params=model(), **host_blocks.SCARCE)
+    outs = llm.generate(host_blocks.PROMPTS, host_blocks.LONG)
+    assert llm.engine.counters.preemptions > 0
+    assert llm.engine.counters.blocks_in > 0
+    for prompt, out in zip(host_blocks.PROMPTS, outs, strict=True):
+        (alone,) = llm.generate([prompt], host_blocks.LONG)
         assert bits(alone) == bits(out)
 
 

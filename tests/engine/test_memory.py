@@ -174,13 +174,77 @@ def test_no_sequence_starts_if_it_could_deadlock_the_running_ones():
     assert scheduler.idle
 
 
-@pytest.mark.parametrize(("groups", "first"), [(24, 8), (23, 0)])
-def test_shared_blocks_of_swapped_sequences_stay_if_the_longest_fits_beside_them(groups, first):
-    """Three sequences grow to 16 groups each, 8 of them shared."""
-    sizes = VARIANT._replace(num_groups=groups + 1, host_groups=99, growth_tokens=4, steps=1)
+def test_preempted_sequence_gets_its_blocks_back_wherever_they_are():
+    """Of 16 groups, three rows of 32 tokens and more need 8 each that they share and 8 of their
+    own.
+    """
+    sizes = VARIANT._replace(num_groups=25, host_blocks=99, growth_tokens=4, steps=1)
     scheduler = Scheduler(sizes, RULES._replace(periods=()), LATENCY)
     for number in range(3):
         scheduler.add(seq(number, [*range(34), number], 29))
-    swapped = [move for plan in served(scheduler)[1] for move in plan.swapped_out]
-    assert swapped
-    assert {move.first for move in swapped} == {first}
+    plans = served(scheduler)[1]
+    copies = [copy for plan in plans for copy in [*plan.copies, *plan.late_copies]]
+    resumed = [row for plan in plans for row in plan.resumed]
+    assert resumed
+    # the shared blocks of two groups never leave, since others decode with them
+    shared = set(resumed[0].groups[:8])
+    assert copies
+    assert not any(shared & {*copy.groups} for copy in copies)
+    assert all(set(row.groups[:8]) == shared for row in resumed)
+
+
+def test_preempted_sequence_resumes_without_copies_if_nothing_took_its_groups():
+    sizes = VARIANT._replace(num_groups=25, host_blocks=99)
+    scheduler = Scheduler(sizes, RULES, LATENCY)
+    row = seq(0, range(20), 20)
+    scheduler.add(row)
+    while row.planned < 4:
+        scheduler.plan()
+    before, memory = row.groups, scheduler.memory
+    memory.preempt(row)
+    assert scheduler.pool.available == scheduler.pool.size
+    assert scheduler.pool.pinned == 5  # for 40 tokens
+    assert memory.resume(row, 0)
+    assert row.groups == before
+    assert scheduler.pool.take_copies() == []
+
+
+def test_prompt_is_found_in_host_memory():
+    """Each prompt needs 11 of 12 groups. Of its 40 tokens, the last two must be computed.
+
+    Three blocks make room for the four that come back, and two more for the rest.
+    """
+    scheduler = Scheduler(VARIANT._replace(num_groups=13, host_blocks=9), RULES, LATENCY)
+    seqs = [seq(number, ids, 2) for number, ids in enumerate((range(40), range(100, 140)))]
+    for each in (*seqs, again := seq(2, range(40), 2)):
+        scheduler.add(each)
+        plans = served(scheduler)[1]
+    assert [each.cached_tokens for each in (*seqs, again)] == [0, 0, 32]
+    assert again.host_tokens == 32
+    assert [copy.out for copy in plans[0].copies] == [True] * 3 + [False] * 4 + [True] * 2
+
+
+def test_rows_that_host_memory_cannot_hold_finish_one_at_a_time():
+    """Two rows grow to 16 of 28 groups, and host memory has places for four."""
+    sizes = VARIANT._replace(num_groups=29, host_blocks=2, growth_tokens=4, steps=1)
+    scheduler = Scheduler(sizes, RULES._replace(periods=()), LATENCY)
+    for number in range(2):
+        scheduler.add(seq(number, range(100 * number, 100 * number + 4), 60))
+    plans = served(scheduler)[1]
+    assert scheduler.idle
+    assert not any(plan.preempted for plan in plans)
+
+
+def test_preempted_sequence_that_ends_leaves_host_memory():
+    sizes = VARIANT._replace(num_groups=25, host_blocks=99, growth_tokens=4)
+    scheduler = Scheduler(sizes, RULES._replace(root=None, periods=()), LATENCY)
+    for number in range(3):
+        scheduler.add(seq(number, range(20), 40))
+    while not scheduler.preempted:
+        scheduler.plan()
+    scheduler.plan()
+    assert scheduler.pool.used_places > 0
+    for row in [*scheduler.preempted]:
+        scheduler.stop(row)
+    scheduler.plan()
+    assert (scheduler.pool.pinned, scheduler.pool.used_places) == (0, 0)

@@ -198,8 +198,8 @@ def test_models_that_cannot_be_spread_are_refused():
         (lambda: spread(model(8), 8), "tensor_parallel_size=8: must be at most 4, the number of"),
         (lambda: spread(spread(model(), 2), 2), "must be on one device, and is on 2"),
         (
-            lambda: tiny_llm(params=spread(model(), 2), swap_space=1.0),
-            "swap_space=1.0: must be 0 if the model is spread over several devices",
+            lambda: tiny_llm(params=spread(model(), 2), kv_offloading_size=1.0),
+            "kv_offloading_size=1.0: must be 0 if the model is spread over several devices",
         ),
         (
             lambda: tiny_llm("offloaded(quest(budget=16))", params=spread(model(), 2)),

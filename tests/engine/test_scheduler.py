@@ -23,8 +23,8 @@ from tests.support.planning import (
 from tests.support.random_events import (
     MACHINES,
     Drafting,
+    OffloadingCompressed,
     Scarce,
-    SwappingCompressed,
     Variant,
     run_events,
 )
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.pure
 
 
 @pytest.mark.parametrize(
-    "machine", slow_except(MACHINES, Scarce, Variant, Drafting, SwappingCompressed)
+    "machine", slow_except(MACHINES, Scarce, Variant, Drafting, OffloadingCompressed)
 )
 def test_random_events(machine):
     run_events(machine, 30, 60)

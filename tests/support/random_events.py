@@ -28,9 +28,10 @@ class Serving(RuleBasedStateMachine):
         self.asked, self.cut_short, self.clock = [], set(), 0.0
         # the device's contents: per sequence, the prompt's tokens in its groups, and its steps
         self.read, self.steps, self.slots, self.places = {}, Counter(), {}, {}
-        self.tables, self.on_host = {}, {}
-        # the tokens in groups, and whether a whole chunk wrote them
-        self.written = {}
+        self.tables = {}
+        # the tokens in groups, and whether a whole chunk wrote them, or the row and the page; the
+        # same by place in host memory
+        self.written, self.on_host = {}, {}
 
     @rule(
         size=st.integers(1, 55),
@@ -60,28 +61,29 @@ class Serving(RuleBasedStateMachine):
             self.follow(self.scheduler.plan())
 
     def follow(self, plan):
-        for number in plan.forgotten:
-            del self.on_host[number]
-        for move in plan.swapped_in:
-            assert len(move.groups) == len(set(move.groups)) == self.on_host.pop(move.seq)
-            assert self.slots[move.slot] == move.seq
-            assert len(self.tables[move.seq]) == move.first
-            self.tables[move.seq] += move.groups
-            for group in move.groups:
-                self.written.pop(group, None)
+        self.follow_copies(plan.copies)
+        for row in plan.resumed:
+            assert self.slots[row.slot] == row.seq
+            assert row.seq not in self.tables
+            self.tables[row.seq] = list(row.groups)
         if plan.prefill is not None:
             self.follow_prefill(plan.prefill)
-        for move in plan.swapped_out:
-            assert self.slots[move.slot] == move.seq
-            table = self.tables[move.seq]
-            self.tables[move.seq], rest = table[: move.first], table[move.first :]
-            assert rest == move.groups
-            self.on_host[move.seq] = len(move.groups)
-        assert sum(self.on_host.values()) <= self.sizes.host_groups
+        for number in plan.preempted:
+            del self.tables[number]
+        self.follow_copies(plan.late_copies)
         if plan.decode is None:
             return
         self.follow_prefixes(plan.decode)
         self.follow_decode(plan.decode)
+
+    def follow_copies(self, copies):
+        for copy in copies:
+            assert 0 <= copy.place < self.sizes.host_blocks
+            assert 1 <= len(copy.groups) == len(set(copy.groups)) <= self.sizes.block_groups
+            if copy.out:
+                self.on_host[copy.place] = [self.written.pop(group) for group in copy.groups]
+            else:
+                self.written |= zip(copy.groups, self.on_host[copy.place], strict=True)
 
     def follow_decode(self, decoding):
         assert decoding.drafts is None
@@ -107,8 +109,20 @@ class Serving(RuleBasedStateMachine):
             assert len(row.groups) <= self.sizes.growth
             assert row.first == len(table)
             table += row.groups
+            self.write_row(row.seq, row.first)
         assert table == asked.groups
+        of_prompt = 0 if self.sizes.evicted_pages else len(asked.ids) // SIZES.page_size
+        for nth, group in enumerate(table):
+            if nth < of_prompt:
+                assert self.written[group][0] == asked.ids[: (nth + 1) * SIZES.page_size].tolist()
+            else:
+                assert self.written[group] == (row.seq, nth)
         assert self.most(len(asked.ids), tokens) <= len(table) * SIZES.page_size
+
+    def write_row(self, number, first):
+        """A row writes to its pages from `first` on."""
+        for nth, group in enumerate(self.tables[number][first:], first):
+            self.written[group] = number, nth
 
     def follow_prefixes(self, decoding):
         """Rows of a shared prefix have the same tokens there, and the prefix is cached."""
@@ -180,6 +194,8 @@ class Serving(RuleBasedStateMachine):
         self.tables[chunk.seq] = list(chunk.groups)
         if prefill.last and self.sizes.evicted_pages:
             self.follow_eviction(chunk, asked)
+        elif prefill.last:
+            self.write_row(chunk.seq, end // SIZES.page_size)
         if prefill.last:
             self.slots[chunk.slot] = chunk.seq
             self.steps[chunk.seq] = 1
@@ -190,15 +206,14 @@ class Serving(RuleBasedStateMachine):
         slots = self.most(len(asked.ids), first)
         assert len(chunk.kept) == len(set(chunk.kept)) == SIZES.groups_for(slots)
         assert not set(chunk.kept) & set(chunk.groups)
-        for group in chunk.kept:
-            self.written.pop(group, None)
         self.tables[chunk.seq] = list(chunk.kept)
+        self.write_row(chunk.seq, 0)
 
     @invariant()
     def memory_is_accounted_for(self):
         scheduler, pool = self.scheduler, self.scheduler.pool
         live = [*scheduler.prefilling, *scheduler.decoding]
-        blocks = Counter(block for held in scheduler.begun for block in held.blocks)
+        blocks = Counter(block for held in live for block in held.blocks)
         own = [group for held in live for group in [*held.private_groups, *held.kept_groups]]
         shared = [group for block in blocks for group in block.groups]
         assert len(own) == len(set(own))
@@ -207,11 +222,7 @@ class Serving(RuleBasedStateMachine):
         assert all(block.references == count for block, count in blocks.items())
         slots = [held.slot for held in scheduler.begun]
         assert len(slots) == len(set(slots))
-        assert scheduler.memory.swapped == sum(held.swapped for held in scheduler.swapped)
-        assert not any(held.private_groups or held.kept_groups for held in scheduler.swapped)
-        staying = {block for held in scheduler.swapped for block in held.blocks}
-        groups = [group for block in staying for group in block.groups]
-        assert not staying or len(groups) + self.sizes.row_groups <= pool.size
+        self.host_memory_is_accounted_for(blocks)
         places = [held.place for held in scheduler.prefilling if held.place >= 0]
         assert sorted([*places, *scheduler.prompts._places]) == list(range(MAX_PREFILLS))
         for held in live:
@@ -222,6 +233,22 @@ class Serving(RuleBasedStateMachine):
             assert SIZES.groups_for(slots) <= groups
             assert groups <= SIZES.groups_for(self.most(len(held.ids), held.max_tokens))
 
+    def host_memory_is_accounted_for(self, in_use):
+        """Every block has its contents where it is, in host memory also in a place of its own."""
+        preempted, pool = self.scheduler.preempted, self.scheduler.pool
+        assert not any(held.private_groups or held.kept_groups for held in preempted)
+        pinned = Counter(block for held in preempted for block in held.blocks)
+        assert all(block.pins == count for block, count in pinned.items())
+        assert pool.pinned == len(pinned) <= self.sizes.host_blocks
+        known = {*in_use, *pinned, *pool._blocks.values()}
+        places = [block.place for block in known if block.place is not None]
+        assert len(places) == len(set(places)) == pool.used_places <= self.sizes.host_blocks
+        for block in known:
+            assert block.groups or block.place is not None
+            assert len(block.groups) in (0, block.size)
+            if block.groups and block.place is not None:
+                assert [self.written[g] for g in block.groups] == self.on_host[block.place]
+
     def teardown(self):
         """Everything finishes, and all memory is freed."""
         for _ in range(100 * (len(self.asked) + 1)):
@@ -229,7 +256,10 @@ class Serving(RuleBasedStateMachine):
                 break
             self.follow(self.scheduler.plan())
         assert self.scheduler.idle
-        assert self.scheduler.pool.available == self.scheduler.pool.size
+        pool = self.scheduler.pool
+        pool.clear()
+        assert len(pool._free) == pool.available == pool.size
+        assert pool.used_places == pool.pinned == 0
         for asked in self.asked:
             assert asked.phase is Phase.ENDED
             if asked.number not in self.cut_short:
@@ -274,16 +304,22 @@ class Keeping(Variant):
     most = staticmethod(lambda prompt, new: min(prompt, 10) + new)
 
 
-class Swapping(Variant):
-    """The same, with sequences swapped out for others."""
+class Offloading(Variant):
+    """The same, with cached prefixes and preempted sequences in host memory."""
 
-    sizes = Variant.sizes._replace(host_groups=90, growth_tokens=4, num_groups=25, prefix_rows=0)
+    sizes = Variant.sizes._replace(host_blocks=45, growth_tokens=4, num_groups=25, prefix_rows=0)
 
 
-class SwappingCompressed(Keeping):
-    """Both."""
+class OffloadingLittle(Offloading):
+    """The same, with too little host memory to preempt sequences."""
 
-    sizes = Keeping.sizes._replace(host_groups=90, growth_tokens=4)
+    sizes = Offloading.sizes._replace(host_blocks=5)
+
+
+class OffloadingCompressed(Keeping):
+    """Compressed rows, with host memory."""
+
+    sizes = Keeping.sizes._replace(host_blocks=45, growth_tokens=4)
 
 
 class Drafting(Variant):
@@ -338,10 +374,18 @@ class Drafting(Variant):
     def end(self, asked):
         """Stops a sequence, whose tokens are all 0; prompts that start with it may share them."""
         self.scheduler.stop(asked, [0] * asked.max_tokens)
+        if asked.phase is Phase.PREEMPTED:  # it shares nothing
+            return
         text = [*asked.ids.tolist(), *[0] * (asked.max_tokens - 1)]
         for at in range(0, len(text) - SIZES.page_size + 1, SIZES.page_size):
             group = self.tables[asked.number][at // SIZES.page_size]
             self.written[group] = text[: at + SIZES.page_size], True
+
+
+class DraftingOffloading(Drafting):
+    """The same, with cached prefixes and preempted sequences in host memory."""
+
+    sizes = Drafting.sizes._replace(host_blocks=45, growth_tokens=4, num_groups=25)
 
 
 MACHINES = [
@@ -353,8 +397,10 @@ MACHINES = [
     Drafting,
     Evicting,
     Keeping,
-    Swapping,
-    SwappingCompressed,
+    Offloading,
+    OffloadingLittle,
+    OffloadingCompressed,
+    DraftingOffloading,
 ]
 
 

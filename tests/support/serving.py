@@ -80,6 +80,7 @@ def assert_at_rest(llm: LLM) -> None:
     assert scheduler.idle
     assert engine.idle
     assert pool.available == pool.size
+    assert pool.pinned == 0
     assert engine._free_slots == engine.sizes.num_slots
     assert not engine._live
     assert not engine._requests
