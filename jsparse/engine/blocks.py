@@ -147,8 +147,8 @@ class BlockPool:
     def acquire(self, blocks: Sequence[CacheBlock]) -> None:
         """Adds a reference to each block, and brings those in host memory back to the device.
 
-        Their `cost` must be available. If any block is pinned, these must be, too: places in host
-        memory then suffice for the pinned blocks that leave the device for them.
+        Their `cost` must be available. While any block is pinned, only pinned ones may come back
+        from host memory: it then has places for all that leave the device for them.
         """
         away = [block for block in blocks if not block.groups]
         for block in blocks:
