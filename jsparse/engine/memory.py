@@ -178,8 +178,8 @@ class Memory:
         """Returns whether device and host memory together can hold these sequences until they end.
 
         Each counts with the most blocks that it can ever have, and places for one more row stay
-        free. So when running sequences have all groups, the preempted ones have so few blocks that
-        places are left for those of any row.
+        free. So when running sequences have all groups, the preempted ones leave places for the
+        blocks of any row.
         """
         sizes = self.sizes
         room = sizes.host_blocks - sizes.blocks_for(sizes.row_groups)
