@@ -8,7 +8,7 @@ from jsparse.builder import dense
 from jsparse.cache import StepView
 from jsparse.hyper_parameters import fraction
 from jsparse.policies.combinators import with_state
-from jsparse.policy import Eviction, Policy, Reread, Services
+from jsparse.policy import Eviction, Policy, PrefillMethod, Reread, Services
 from tests.support.tiny import spec_of, tiny_params
 
 HOOKS = {"init", "prefill", "append", "select", "update", "services"}
@@ -52,6 +52,7 @@ def test_wrappers_keep_every_trait(case):
         per_row={"q": fraction},
         reads=3,
         dense_heads=lambda layer, heads: (1,),
+        prefill_method=PrefillMethod(lambda *_: None, lambda *_: None),
         name="base",
     )
     unset = {name for name in Policy._fields if getattr(base, name) == getattr(dense(), name)}
