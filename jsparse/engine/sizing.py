@@ -44,6 +44,9 @@ GROWTH_TOKENS = 256
 # The pages per head of the smallest program that compresses prompts; each larger one has four times
 # as many.
 PROMPT_PAGES = 128
+# Blocks of host memory that are left free for copies in flight and for gaps: XLA's allocator of
+# pinned memory grows by regions, each twice as large as the last; part of a block is left in each.
+SPARE_BLOCKS = 24
 # The most short chunks that a GPU prefills at a time.
 PACKED_GPU = 8
 
@@ -163,14 +166,22 @@ def prefix_rows(cascade: bool | None, policy: Policy, spec: CacheSpec) -> int:
 
 def _host_blocks(gib: float, rows: DeviceRows, block_groups: int) -> int:
     """Returns the number of blocks of `block_groups` groups that fit in `gib` of host memory."""
-    nbytes, free = gib * 2**30, available_host_bytes()
+    if not gib:
+        return 0
+    nbytes, block = gib * 2**30, group_bytes(rows)[0] * block_groups
+    free = max(available_host_bytes() - SPARE_BLOCKS * block, 0)
     if nbytes > free:
         limit = f" and that {LIMIT_VARIABLE} allows" if on_gpu() else ""
         raise ValueError(
             f"kv_offloading_size={gib}: must be at most {free / 2**30:.1f}, the GiB of host memory "
             f"that are free now{limit}"
         )
-    return int(nbytes / (group_bytes(rows)[0] * block_groups)) if nbytes else 0
+    if nbytes < block:
+        raise ValueError(
+            f"kv_offloading_size={gib}: must be 0 or at least {block / 2**30:.2g}, the GiB of a "
+            "block"
+        )
+    return int(nbytes / block)
 
 
 def _prompt_pages(policy: Policy, spec: CacheSpec) -> tuple[int, ...]:

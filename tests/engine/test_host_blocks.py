@@ -106,10 +106,18 @@ def test_preempted_requests_may_be_aborted():
     assert_at_rest(llm)
 
 
-def test_size_is_checked(monkeypatch):
+@pytest.mark.parametrize(
+    ("size", "rule"),
+    [
+        (3, "3: must be at most 2.0, the GiB of"),
+        (2, "2: must be at most 2.0, the GiB of"),  # none would be left for copies in flight
+        (1e-9, "1e-09: must be 0 or at least .*, the GiB of a block"),
+    ],
+)
+def test_size_is_checked(monkeypatch, size, rule):
     monkeypatch.setattr(sizing, "available_host_bytes", lambda: 2**31)
-    with pytest.raises(ValueError, match=r"kv_offloading_size=3: must be at most 2.0, the GiB of"):
-        tiny_llm("dense", kv_offloading_size=3)
+    with pytest.raises(ValueError, match=f"kv_offloading_size={rule}"):
+        tiny_llm("dense", kv_offloading_size=size)
 
 
 def test_long_sequences_are_preempted_instead_of_waiting():
