@@ -384,7 +384,8 @@ class Engine:
             if number in self._live:
                 self._live[number][2].take_prompt(scores)
         # programs run one after another
-        took = 1e3 * (now - max(self._taken, pending.dispatched)) if timed else None
+        took = 1e3 * (now - max(self._taken, pending.dispatched))
+        took = took if timed and not pending.delayed else None
         if took is not None:
             self._latency.observe(pending.work, took)
         self._taken, drafted, accepted = now, [], []

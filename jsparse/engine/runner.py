@@ -61,6 +61,7 @@ class PendingResults(NamedTuple):
         scored: the sequences that want them, with their rows in `scores` and their tokens.
         dispatched: when its dispatch began, in seconds, after any compilation.
         milliseconds: its expected time.
+        delayed: whether it waits for blocks that come back from host memory.
     """
 
     packed: Array
@@ -70,6 +71,7 @@ class PendingResults(NamedTuple):
     scored: Sequence[tuple[int, int, int]] = ()
     dispatched: float = 0
     milliseconds: float = 0
+    delayed: bool = False
 
     @property
     def ready(self) -> bool:
@@ -153,6 +155,8 @@ class Runner:
                 self._service(plan.decode.rows)
                 self._store_tails(plan.decode.rows)
         self._copying.clear()  # those to host memory are in `_blocks`
+        if not all(copy.out for copy in plan.copies):
+            pending[:1] = [each._replace(delayed=True) for each in pending[:1]]
         for results in pending:
             results.packed.copy_to_host_async()
             if results.scores is not None:

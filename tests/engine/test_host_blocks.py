@@ -126,6 +126,25 @@ def test_long_sequences_are_preempted_instead_of_waiting():
     assert 17 <= _rows_side_by_side(host_blocks=100) <= 32
 
 
+def test_time_of_blocks_that_come_back_is_not_a_programs(monkeypatch):
+    llm, timed, works = tiny_llm("dense", **SCARCE | {"kv_cache_tokens": 104}), [], []
+    run = llm.engine._runner.run
+
+    def noted(plan):
+        pending = run(plan)
+        works.extend((each.work, bool(plan.copies), nth) for nth, each in enumerate(pending))
+        return pending
+
+    monkeypatch.setattr(llm.engine._runner, "run", noted)
+    monkeypatch.setattr(llm.engine._latency, "observe", lambda work, took: timed.append(id(work)))
+    prompts = random_prompts((61, 60, 60), seed=7)
+    for prompt in [*prompts, prompts[0]]:
+        del works[:], timed[:]
+        llm.generate([prompt], greedy(2))
+    (back,) = [id(work) for work, copies, nth in works if copies and nth == 0]
+    assert back not in timed
+
+
 def _rows_side_by_side(host_blocks):
     sizes = EngineSizes(
         num_slots=32,
