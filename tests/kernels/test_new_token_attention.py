@@ -31,7 +31,8 @@ def test_new_tokens_join_earlier_ones(case):
     got, rounding = attend(*given), float(jnp.finfo(case.dtype).eps)
     assert got.dtype == given[0].dtype
     want = expected(*given)
-    np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=0, atol=4 * rounding)
+    # a logit sums head_dim products, in an order that differs from CPU to CPU
+    np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=0, atol=8 * rounding)
 
 
 def test_partial_must_have_a_row_per_query():
