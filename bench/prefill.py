@@ -6,11 +6,16 @@ a DynamicCache and logits of the last token only. Each contender runs in its own
 warm-up, which also compiles. Memory excludes weights and cache. A policy that builds an index of
 the prompt does so within the time.
 
-    python -m bench.prefill --json build/prefill.json
+Methods of sparse prefill read as many blocks as a real model made them read: --shares is a report
+of bench.prompt_shares, which bench.lib.prompt_replay replays.
+
+    python -m bench.prefill --json build/prefill.json [--prefill "xattention(threshold=0.9)"
+                            --shares bench/results/prompt_shares/cpu.json]
 """
 
 import json
 import time
+from pathlib import Path
 from typing import Any
 
 from bench.lib.arguments import report_parser
@@ -21,19 +26,27 @@ from bench.lib.subprocesses import run_child, spread, write_report
 CONTENDERS = ("jsparse", "hf")
 
 
-def jsparse_prefill(context: int, runs: int, policy: str) -> dict[str, Any]:
+def jsparse_prefill(
+    context: int, runs: int, policy: str, prefill: str, shares: Path | None
+) -> dict[str, Any]:
     """Times the prefill of `generate`, including cache allocation and first logits."""
     import jax
     import jax.numpy as jnp
     import numpy as np
 
+    from bench.lib.prompt_replay import recorded_shares, replayed
     from jsparse.cache import CacheSpec
     from jsparse.models.checkpoint import Params
     from jsparse.models.transformer import random_weights
-    from jsparse.policies.expressions import parse
+    from jsparse.policies.prefill_methods import as_method
+    from jsparse.policies.sparse_prefill import with_prefill
     from jsparse.runtime.session import Session
 
-    method, weights = parse(policy), random_weights(LLAMA_8B, jnp.bfloat16)
+    sparse = as_method(prefill)
+    if sparse is not None and shares is not None:
+        sparse = replayed(sparse, recorded_shares(shares, prefill))
+    method = with_prefill(policy, sparse or "dense")
+    weights = random_weights(LLAMA_8B, jnp.bfloat16)
     params = Params(weights, LLAMA_8B, None, {}, "random 8B", constants=boundary_constants())
     spec = CacheSpec(
         LLAMA_8B.num_layers,
@@ -118,22 +131,30 @@ def main() -> None:
         "--policy", nargs="+", default=["dense"], help="policy expressions (default dense)"
     )
     parser.add_argument(
+        "--prefill", nargs="+", default=["dense"], help="prefill methods (default dense)"
+    )
+    parser.add_argument(
+        "--shares", type=Path, help="report of bench.prompt_shares to replay for sparse prefill"
+    )
+    parser.add_argument(
         "--child",
-        nargs=3,
-        metavar=("NAME", "CONTEXT", "POLICY"),
+        nargs=4,
+        metavar=("NAME", "CONTEXT", "POLICY", "PREFILL"),
         help="measure one here and print a JSON line",
     )
     args = parser.parse_args()
     if args.child:
-        name, context, policy = args.child
+        name, context, policy, prefill = args.child
         run = (
-            jsparse_prefill(int(context), args.runs, policy)
+            jsparse_prefill(int(context), args.runs, policy, prefill, args.shares)
             if name == "jsparse"
             else huggingface_prefill(int(context), args.runs)
         )
         print(json.dumps(run))
         return
-    settings = {"warm_ups": 1, "runs": args.runs}
+    settings = {"warm_ups": 1, "runs": args.runs, "shares": args.shares and str(args.shares)}
+    replay = ["--shares", str(args.shares.resolve())] if args.shares else []
+    methods = [(policy, prefill) for policy in args.policy for prefill in args.prefill]
     report = {
         "benchmark": "prefill",
         "environment": describe(allow_modified=args.allow_modified),
@@ -142,12 +163,14 @@ def main() -> None:
     }
     for context in args.contexts:
         for name in args.only:
-            for policy in args.policy if name == "jsparse" else ["dense"]:
-                arguments = ["--child", name, str(context), policy, "--runs", str(args.runs)]
+            for policy, prefill in methods if name == "jsparse" else [("dense", "dense")]:
+                arguments = ["--child", name, str(context), policy, prefill, *replay]
+                arguments += ["--runs", str(args.runs)]
                 row = {
                     "context": context,
                     "name": name,
                     "policy": policy,
+                    "prefill": prefill,
                     **run_child("bench.prefill", arguments, timeout_s=500),
                 }
                 row["tokens_per_second"] = context / row["seconds"]["median"]
@@ -160,7 +183,7 @@ def summary(row: dict[str, Any]) -> str:
     """Formats one line of the table."""
     seconds = row["seconds"]
     text = (
-        f"{row['context']:>7} {row['name']:8} {row['policy']:20} "
+        f"{row['context']:>7} {row['name']:8} {row['policy']:20} {row['prefill']:32} "
         f"{row['tokens_per_second']:8.0f} tokens/s, "
         f"{seconds['median']:.2f} s ({seconds['min']:.2f}-{seconds['max']:.2f}), "
         f"peak {row['peak_bytes'] / 1e9:.1f} GB"

@@ -17,6 +17,8 @@ default:
     real_model_tasks
                    the same methods at 12.5 %: passkeys, needles, next lines of code, perplexity;
                    --files has a folder per length
+    sparse_prefill the methods of sparse prefill, each before dense decoding: perplexity of the last
+                   1,024 tokens, passkeys and needles
 
 Each length, and each group of policies, has its own process. Several run in parallel, since much of
 the time is compilation; they take turns on the GPUs and share their memory equally. PATH gets the

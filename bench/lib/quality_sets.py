@@ -173,6 +173,17 @@ def low_rank_keys(_gates: Path, length: int) -> tuple[str, ...]:
     )
 
 
+def prefill_methods(*_: object) -> tuple[str, ...]:
+    """Returns the methods of sparse prefill, each before dense decoding."""
+    methods = (
+        *(f"xattention(threshold={threshold})" for threshold in (0.8, 0.9, 0.95)),
+        "xattention(threshold=0.9, stride=16)",
+        "vertical_slash()",
+        "streaming()",
+    )
+    return tuple(f"sparse_prefill(dense(), {method!r})" for method in methods)
+
+
 class Set(NamedTuple):
     """A set of policies that are measured together.
 
@@ -219,5 +230,12 @@ SETS = {
     ),
     "sampling": Set(sampling, ("kl", "passkey", "niah_single_1", "cwe", "fwe"), (2048, *LONG)),
     "low_rank_keys": Set(low_rank_keys, ("kl", "passkey", "niah_single_1"), LONG),
+    "sparse_prefill": Set(
+        prefill_methods,
+        ("ppl", "passkey", "niah_single_1", "niah_multikey_2"),
+        OF_A_REAL_MODEL[1:],
+        steps=1024,
+        tokens=2**18,
+    ),
     "second_turn": Set(at_a_quarter, ("passkey_turn2", "niah_single_1_turn2"), LONG),
 }
