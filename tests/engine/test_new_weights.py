@@ -118,6 +118,7 @@ def test_pages_in_host_memory_survive_new_weights():
     assert [*map(bits, llm.generate(PROMPTS, greedy(6)))] == [*map(bits, expected)]
 
 
+@pytest.mark.slow
 def test_a_paused_engine_holds_requests_back():
     engine = jsparse.AsyncEngine(tiny_params(num_layers=2), POLICY, **small(max_stall_ms=200))
 

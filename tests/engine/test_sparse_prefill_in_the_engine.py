@@ -18,7 +18,8 @@ def llm_of(policy, prefill, **options):
     return tiny_llm(policy, prefill=prefill, **ROOM, **options)
 
 
-@pytest.mark.parametrize("rows", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [1, 2])
 def test_cached_prefix_gives_the_bits_of_a_prompt_alone(rows):
     llm = llm_of("quest(budget=32)", HALF, max_num_seqs=2)
     assert llm.engine.sizes.full_sizes == [128]  # whole blocks

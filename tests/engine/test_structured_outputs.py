@@ -189,6 +189,7 @@ def test_malformed_options_are_refused(llm, wanted, message):
         llm.generate(PROMPTS[0], greedy(4, **wanted))
 
 
+@pytest.mark.slow
 def test_generate_gives_the_same_outputs(llm):
     sampling = [options(nth) for nth in range(4)]
     outs = jsparse.generate(llm.engine.params, PROMPTS, sampling=sampling)

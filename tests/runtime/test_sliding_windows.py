@@ -21,6 +21,7 @@ POLICIES = (
     "offloaded(streaming(sink=0, recent=1024))",
     "double_sparsity(budget=1024)",
 )
+EXACT = {"policy": "streaming(recent=4)", "exact": True}
 
 
 @shared
@@ -47,7 +48,7 @@ def test_steps_after_chunks_give_the_logits_of_one_pass(name, policy):
         assert_close(seen[position - first], at, position=position)
 
 
-@pytest.mark.parametrize("options", [{}, {"policy": "streaming(recent=4)", "exact": True}])
+@pytest.mark.parametrize("options", slow_except([{}, EXACT], EXACT))
 def test_texts_are_those_of_whole_passes(options):
     """Greedy texts of several windows equal the argmaxes of a pass over them."""
     params, prompt = model("qwen2_windows"), expected_of("qwen2_windows")["tokens"][0, :40].tolist()

@@ -106,6 +106,7 @@ def test_texts_are_contexts_and_answers_in_whole_blocks():
     np.testing.assert_array_equal(tokens[0, :120], [*context, *target])
 
 
+@pytest.mark.slow
 def test_toy_learns_the_blocks_that_dense_attention_weighs():
     """The toy's heads weigh near tokens most, as those of real models do."""
     params = with_recency(tiny_params(num_layers=2))
