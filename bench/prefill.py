@@ -6,8 +6,8 @@ a DynamicCache and logits of the last token only. Each contender runs in its own
 warm-up, which also compiles. Memory excludes weights and cache. A policy that builds an index of
 the prompt does so within the time.
 
-Methods of sparse prefill read as many blocks as a real model made them read: --shares is a report
-of bench.prompt_shares, which bench.lib.prompt_replay replays.
+Methods of sparse prefill read the share of blocks that a real model made them read: --shares is a
+report of bench.prompt_shares, which bench.lib.prompt_replay replays.
 
     python -m bench.prefill --json build/prefill.json [--prefill "xattention(threshold=0.9)"
                             --shares bench/results/prompt_shares/cpu.json]

@@ -74,7 +74,7 @@ def recorded_shares(path: Path, method: str) -> np.ndarray:
 
 
 def replayed(method: PrefillMethod, shares: Float[np.ndarray, "L N"]) -> PrefillMethod:
-    """Returns `method` with blocks drawn at random, as many as `shares` says.
+    """Returns `method` with blocks drawn at random at recorded shares.
 
     Each chunk of each layer draws a recorded layer, whose heads' shares are spread over the heads.
     The first block and a query block's own are always read. Everything in `method` is still
