@@ -203,6 +203,15 @@ def test_mistake_is_one_line_and_exit_code_2():
 
 
 @pytest.mark.slow
+def test_unknown_prefill_is_refused_before_the_model_is_loaded():
+    for command in ("generate x --model", "chat", "serve", "eval", "bench throughput"):
+        ran = run(*command.split(), "no-model", "--prefill", "xatention")
+        assert (ran.exit_code, ran.stdout) == (2, ""), command
+        assert ran.stderr == (
+            "error: prefill='xatention': unknown method 'xatention', did you mean xattention?\n"
+        ), command
+
+
 def test_inspect_refuses_in_one_line():
     assert_refused(
         (["inspect", "the cat", *ON_TINY[:2], "--layer", "99"], "layer=99: must be from 0 to"),

@@ -69,15 +69,6 @@ def test_two_models_are_refused():
         ), command
 
 
-def test_unknown_prefill_is_refused_before_the_model_is_loaded():
-    for command in ("generate x --model", "chat", "serve", "eval", "bench throughput"):
-        ran = run(*command.split(), "no-model", "--prefill", "xatention")
-        assert (ran.exit_code, ran.stdout) == (2, ""), command
-        assert ran.stderr == (
-            "error: prefill='xatention': unknown method 'xatention', did you mean xattention?\n"
-        ), command
-
-
 def test_files_that_cannot_be_written_are_refused_first(tmp_path):
     text = ["--text", "x"]
     for command in ("train-indexer", "calibrate-channels", "calibrate-heads"):
