@@ -4,7 +4,9 @@ import json
 import statistics
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 from bench.lib.environment import REPOSITORY
@@ -25,6 +27,30 @@ def run_child(
     if done.returncode != 0:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def stream_child(
+    module: str, arguments: list[str], *, python: str = sys.executable
+) -> Iterator[Any]:
+    """Runs `python -m module …` and yields every line of JSON objects as it is printed.
+
+    Raises:
+        RuntimeError: the process failed; the message has the end of its error output.
+    """
+    command = [python, "-m", module, *arguments]
+    with (
+        TemporaryFile("w+") as errors,
+        subprocess.Popen(
+            command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=errors, text=True
+        ) as child,
+    ):
+        assert child.stdout is not None
+        for line in child.stdout:
+            if line.startswith("{"):
+                yield json.loads(line)
+        if child.wait() != 0:
+            errors.seek(0)
+            raise RuntimeError(f"{' '.join(command)} failed:\n{errors.read()[-3000:]}")
 
 
 def write_report(path: Path | None, report: dict[str, Any]) -> None:
