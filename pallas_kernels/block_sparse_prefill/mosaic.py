@@ -41,7 +41,8 @@ def block_sparse_prefill(
 ) -> ChunkQueries:
     """Implements `api.block_sparse_prefill` with Mosaic GPU.
 
-    `interpret` runs the kernel on any machine, slowly, for tests.
+    `interpret` runs the kernel on any machine, slowly, for tests, and prints the races that it
+    detects.
     """
     (batch, tokens, heads, head_dim), kv_heads = q.shape, kv.lengths.shape[1]
     # without a table a head's slots are adjacent, so its pages may have any size
@@ -97,5 +98,5 @@ def _kernel(p: Problem):
         num_threads=HALVES + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),
-        interpret=plgpu.InterpretGPUParams() if p.interpret else None,
+        interpret=plgpu.InterpretGPUParams(detect_races=True) if p.interpret else None,
     )

@@ -34,13 +34,18 @@ def products(p: Problem) -> Products:
     if not p.interpret:
         return Products(_logits, _add_values, _both)
 
+    def read(ref: Any) -> Any:
+        x = ref[...]
+        plgpu.commit_smem()  # as wgmma, whose reads precede the copies that wait for its end
+        return x
+
     def logits(q_s: Any, k_s: Any, issued: Issued) -> Any:
         issued()
-        return jnp.dot(q_s[...], k_s[...].T, preferred_element_type=jnp.float32)
+        return jnp.dot(read(q_s), read(k_s).T, preferred_element_type=jnp.float32)
 
     def add_values(o: Any, weights: Any, v_s: Any, issued: Issued) -> Any:
         issued()
-        return o + jnp.dot(weights, v_s[...], preferred_element_type=jnp.float32)
+        return o + jnp.dot(weights, read(v_s), preferred_element_type=jnp.float32)
 
     def both(o: Any, weights: Any, v_s: Any, q_s: Any, k_s: Any, issued: Issued) -> Any:
         return add_values(o, weights, v_s, issued), logits(q_s, k_s, lambda: None)
