@@ -36,7 +36,7 @@ def block_sparse_prefill(
     valid: Rows,
     chosen: Bool[Array, "B N QB KB"],
     *,
-    stages: int = 2,
+    stages: int = 3,
     interpret: bool = False,
 ) -> ChunkQueries:
     """Implements `api.block_sparse_prefill` with Mosaic GPU.
