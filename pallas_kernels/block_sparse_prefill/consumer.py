@@ -113,4 +113,4 @@ def _store(p: Problem, g: GlobalRefs, s: SharedRefs, unit: Unit, half: Any, o: A
     plgpu.commit_smem()
     tokens = pl.ds(pl.multiple_of(unit.token + half * ROWS, ROWS), ROWS)
     plgpu.copy_smem_to_gmem(o_s, g.o.at[unit.row, tokens, unit.head])
-    plgpu.wait_smem_to_gmem(0)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
