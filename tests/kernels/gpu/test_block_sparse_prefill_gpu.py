@@ -56,6 +56,12 @@ SHAPES = [
 ]
 
 
+def assert_close(got, want, tolerance=2e-2):
+    """Means over many keys are small: a missing block of a long list is an error of 1e-3."""
+    size = float(np.sqrt(np.mean(want**2, dtype=np.float64))) if want.size else 0.0
+    np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance * size)
+
+
 @pytest.mark.parametrize("case", [*CASES, *SHAPES], ids=str)
 def test_matches_float64(case):
     """Of long chunks, the first and last queries of some blocks of some heads."""
@@ -68,7 +74,7 @@ def test_matches_float64(case):
         tokens = sorted(token for token in edges if 0 <= token < valid)
         for head in {0, heads // 2, heads - 1}:
             want = attended(inputs, row, head, tokens)
-            np.testing.assert_allclose(o[row, tokens, head], want, rtol=2e-2, atol=2e-2)
+            assert_close(o[row, tokens, head], want)
             np.testing.assert_array_equal(o[row, tokens, head][~want.any(1)], 0)
 
 
@@ -85,7 +91,7 @@ def test_every_block_is_dense_attention(table):
         return attend_chunk(q, k, v, kv, valid)
 
     got, want = attend(q, kv, valid, chosen), dense(q, kv, valid)
-    np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (got, want)), atol=2e-2)
+    assert_close(*(np.asarray(x, np.float32) for x in (got, want)), 1e-1)
 
 
 def test_row_alone_has_the_bits_that_it_has_in_a_batch():
