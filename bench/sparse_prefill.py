@@ -1,8 +1,8 @@
 """How fast is attention of a prompt's chunk over chosen blocks, compared with dense attention?
 
-The last chunk of a prompt in the attention of Llama 3.1 8B: 8192 queries of 32 heads, 8 KV heads of
-128 channels, bf16, pages of 16 tokens. Blocks of 128 keys are chosen at random for every block of
-128 queries and every head, always with the first block and the queries' own. In the table:
+The last chunk of a prompt in the attention of Llama 3.1 8B: 8192 or 512 queries of 32 heads, 8 KV
+heads of 128 channels, bf16, pages of 16 tokens. Blocks of 128 keys are chosen at random for every
+block of 128 queries and every head, always with the first block and the queries' own. In the table:
 
     ms          per call on the host's clock, amortised over consecutive calls
     blocks      the share of a causal chunk's blocks that are read
@@ -17,6 +17,7 @@ The last chunk of a prompt in the attention of Llama 3.1 8B: 8192 queries of 32 
 """
 
 from functools import partial
+from itertools import product
 from typing import Any
 
 import jax
@@ -45,7 +46,9 @@ def main() -> None:
     parser.add_argument(
         "--contexts", nargs="+", type=int, default=[32768, 131072], help="prompt lengths"
     )
-    parser.add_argument("--chunk", type=int, default=8192, help="tokens per chunk (default 8192)")
+    parser.add_argument(
+        "--chunks", nargs="+", type=int, default=[8192, 512], help="tokens per chunk"
+    )
     parser.add_argument(
         "--table",
         nargs="+",
@@ -67,16 +70,15 @@ def main() -> None:
         "benchmark": "sparse_prefill",
         "device": jax.local_devices()[0].device_kind,
         "environment": describe(allow_modified=args.allow_modified),
-        "settings": {"calls": CALLS, "repeats": REPEATS, "chunk": args.chunk // shrink},
+        "settings": {"calls": CALLS, "repeats": REPEATS},
         "results": [],
     }
-    for context in args.contexts:
-        for table in args.table:
-            sizes = context // shrink, args.chunk // shrink
-            for row in measure(*sizes, table, "mosaic" if on_gpu else "reference"):
-                report["results"].append(row)
-                print(line(row), flush=True)
-                write_report(args.json, report)
+    for context, chunk, table in product(args.contexts, args.chunks, args.table):
+        sizes = context // shrink, chunk // shrink
+        for row in measure(*sizes, table, "mosaic" if on_gpu else "reference"):
+            report["results"].append(row)
+            print(line(row), flush=True)
+            write_report(args.json, report)
 
 
 def measure(context: int, chunk: int, table: str, implementation: str):
@@ -138,8 +140,9 @@ def line(row: dict[str, Any]) -> str:
     rate = "" if row["tflops"] is None else f"{row['tflops']:6.0f} TFLOP/s"
     share = f"{row['blocks']:6.1%} of blocks" if "blocks" in row else ""
     return (
-        f"{row['context']:>7} {row['table']:9} {row['name']:7} {row['ms']['median']:8.3f} ms "
-        f"({row['ms']['min']:.3f}-{row['ms']['max']:.3f}) {rate:15} {share}"
+        f"{row['context']:>7} {row['chunk']:>5} {row['table']:9} {row['name']:7} "
+        f"{row['ms']['median']:8.3f} ms ({row['ms']['min']:.3f}-{row['ms']['max']:.3f}) "
+        f"{rate:15} {share}"
     ).rstrip()
 
 
