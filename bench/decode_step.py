@@ -23,7 +23,8 @@ verifies them. With random weights few are accepted; the time of a round does no
 
 A run of our step is long enough that its start on the host, for which the device waits, is less
 than a hundredth of it. The floor is (weights + the K and V that the policy attends to) over the
-measured read bandwidth of the device.
+measured read bandwidth of the device. The floor with selection adds the bytes of its state that the
+policy must read to select (bench.lib.selection_bytes); a row lacks it if these are unknown.
 
     python -m bench.decode_step --json build/decode_step.json
 """
@@ -32,7 +33,7 @@ import itertools
 import json
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -48,6 +49,7 @@ from bench.lib.llama_8b import (
 )
 from bench.lib.shapes import QWEN3_30B_A3B, QWEN_1_5B, SMOLLM2
 from bench.lib.subprocesses import run_child, spread, write_report
+from jsparse.models.config import ModelConfig
 
 CONTENDERS = ("jsparse", "hf-eager", "hf-compile", "hf-cudagraphs")
 # programs without timing; steps per timing, in programs of any size; timings
@@ -81,9 +83,9 @@ def jsparse_step(
 
     from bench.lib.kernel_timing import step_kernels, traced
     from bench.lib.replay import parse
+    from bench.lib.selection_bytes import nbytes, selection_bytes
     from jsparse.benchmark.random_cache import full_session
     from jsparse.benchmark.steps import few_in_flight
-    from jsparse.cache import CacheSpec
     from jsparse.models.experts import unread_bytes
     from jsparse.runtime.sampling import greedy
 
@@ -91,18 +93,7 @@ def jsparse_step(
     params = shaped_model(shape, context, ranks, weights)
     params = replace(params, kv_cache_dtype=kv_cache_dtype)
     config, arrays = params.config, params.weights
-    spec = CacheSpec(
-        config.num_layers,
-        batch,
-        config.num_heads,
-        config.num_kv_heads,
-        config.head_dim,
-        16,
-        context // 16,
-        "bfloat16",
-        ranks=ranks,
-        kv_cache_dtype=kv_cache_dtype,
-    )
+    spec = spec_of(config, batch, context, ranks=ranks, kv_cache_dtype=kv_cache_dtype)
     # compile maintenance before the first timing if any timing includes it
     measured, period = STEPS * RUNS + PROFILED * count, method.services.period
     # programs before the first maintenance: the last few steps are one program each
@@ -142,6 +133,7 @@ def jsparse_step(
         "weight_bytes": int(nbytes(arrays) - unread_bytes(config, arrays, batch)) // ranks,
         "embedding_bytes": 0 if config.tie_word_embeddings else embedding // ranks,
         "cache_bytes": spec.nbytes,
+        "selection_bytes": selection_bytes(method, spec),
         "attended_fraction": float(shares.attended.mean()),
         "read_fraction": float(shares.read.mean()),
         "peak_bytes": stats.get("peak_bytes_in_use"),
@@ -170,11 +162,12 @@ def shaped_model(shape: str, context: int, ranks: int, weights: str) -> Any:
     return replace(random_model(config, jnp.bfloat16, shape, **how), constants=given)
 
 
-def nbytes(arrays: Any) -> int:
-    """Returns the total bytes of arrays."""
-    import jax
+def spec_of(config: ModelConfig, batch: int, context: int, **how: Any) -> Any:
+    """Returns the sizes of a case's cache; `how`: its other fields."""
+    from jsparse.cache import CacheSpec
 
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(arrays))
+    heads = config.num_heads, config.num_kv_heads, config.head_dim
+    return CacheSpec(config.num_layers, batch, *heads, 16, context // 16, "bfloat16", **how)
 
 
 def huggingface_step(batch: int, context: int, mode: str) -> dict[str, Any]:
@@ -328,14 +321,22 @@ def measure(name: str, case: str, policy: str, options: list[str]) -> dict[str, 
         row = run_child("bench.decode_step", asked, timeout_s=400)
     except (RuntimeError, subprocess.TimeoutExpired) as error:
         return {"error": str(error)[-600:]}
-    if "weight_bytes" in row:
-        attended = row["cache_bytes"] * row["attended_fraction"]
-        # a step reads one row of the input embedding
-        row["floor_seconds"] = (
-            row["weight_bytes"] - row["embedding_bytes"] + attended
-        ) / READ_BANDWIDTHS.get(row["device"], READ_BANDWIDTH)
-        row["over_floor"] = row["seconds"]["median"] / row["floor_seconds"]
-    return row
+    return row | floors(row) if "weight_bytes" in row else row
+
+
+def floors(row: Mapping[str, Any]) -> dict[str, float]:
+    """Returns the floors of a row of ours, and its median over each."""
+    median = row["seconds"]["median"]
+    bandwidth = READ_BANDWIDTHS.get(row["device"], READ_BANDWIDTH)
+    attended = row["cache_bytes"] * row["attended_fraction"]
+    # a step reads one row of the input embedding
+    floor = (row["weight_bytes"] - row["embedding_bytes"] + attended) / bandwidth
+    found = {"floor_seconds": floor, "over_floor": median / floor}
+    if row["selection_bytes"] is None:
+        return found
+    floor += row["selection_bytes"] / bandwidth
+    found |= {"floor_with_selection_seconds": floor, "over_floor_with_selection": median / floor}
+    return found
 
 
 def summary(row: dict[str, Any]) -> str:
@@ -350,6 +351,9 @@ def summary(row: dict[str, Any]) -> str:
     text += f"{median:8.2f} ms ({minimum:.2f}-{maximum:.2f})"
     if "floor_seconds" in row:
         text += f"  floor {row['floor_seconds'] * 1e3:.2f} ms, {row['over_floor']:.2f}x"
+    if "floor_with_selection_seconds" in row:
+        text += f"; with selection {row['floor_with_selection_seconds'] * 1e3:.2f} ms"
+        text += f", {row['over_floor_with_selection']:.2f}x"
     return text + f"  compile {row['compile_seconds']:.0f} s"
 
 
