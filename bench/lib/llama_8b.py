@@ -49,7 +49,7 @@ def key_constants(spec):
 def boundary_constants():
     """Returns constants that cut random tokens into chunks as long as a tokenizer's in prose.
 
-    Chunks of 8 to 16 tokens have 13.7 on average (jsparse.policies.clusters.chunking).
+    Chunks of 8 to 16 tokens have 13.6 on average (jsparse.policies.clusters.chunking).
     """
     import jax.numpy as jnp
     import numpy as np
