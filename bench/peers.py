@@ -27,10 +27,11 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from bench.lib.arguments import report_parser
-from bench.lib.engine_driver import CASES, ENGINE_SIZES, figures
+from bench.lib.engine_driver import CASES, ENGINE_SIZES, figures, warm_up
 from bench.lib.environment import describe
 from bench.lib.subprocesses import stream_child, write_report
 
@@ -84,12 +85,14 @@ def our_rows(names: list[str], policy: str, kv: str, *, exact: bool, tiny: bool)
     options |= {"decode_rows": counts, "enable_prefix_caching": False}
     engine = Engine(params, policy, EngineOptions(prepare=not tiny, **options))
     start = {"start_seconds": time.perf_counter() - began}
+    counters = engine.counters
     for case in cases:
-        ours = JSparse(engine)
+        warm_up(case, JSparse(engine), model.vocab_size)
+        ours, drafted, accepted = JSparse(engine), counters.draft_tokens, counters.accepted_tokens
         row = {"case": case.name, **start, **figures(case, ours, model.vocab_size)}
-        drafted = engine.counters.draft_tokens
-        row["attended_fraction"] = sum(ours.attended) / max(len(ours.attended), 1)
-        row["accepted_share"] = engine.counters.accepted_tokens / drafted if drafted else None
+        row["attended_fraction"] = mean(ours.attended) if ours.attended else None
+        if drafts := counters.draft_tokens - drafted:
+            row["accepted_share"] = (counters.accepted_tokens - accepted) / drafts
         print(json.dumps(row), flush=True)
 
 

@@ -27,7 +27,7 @@ class Case:
         prompt, new: tokens per prompt and per completion.
         varied: lengths are drawn evenly from this share around `prompt` and `new`.
         at_once: the most requests in the engine at a time; None: all.
-        runs: how often it is timed; one more run, before these, is not.
+        runs: how often it is timed, after `warm_up`.
     """
 
     name: str
@@ -113,6 +113,13 @@ def step_times(moments: Sequence[Sequence[Moment]]) -> list[float]:
     return found
 
 
+def warm_up(case: Case, engine: Served, vocab_size: int) -> None:
+    """Runs a case before it is timed: a short form of it if it takes long."""
+    requests = case.requests(vocab_size)
+    short = [(ids[:512], 12) for ids, _ in requests[:4]]
+    drive(engine, short if case.runs == 1 else requests, case.at_once)
+
+
 def figures(case: Case, engine: Served, vocab_size: int) -> dict[str, Any]:
     """Runs a case; returns its figures, the medians of its runs.
 
@@ -122,8 +129,6 @@ def figures(case: Case, engine: Served, vocab_size: int) -> dict[str, Any]:
         with all rows; None if requests wait for others.
     """
     requests = case.requests(vocab_size)
-    short = [(ids[:512], 12) for ids, _ in requests[:4]]
-    drive(engine, short if case.runs == 1 else requests, case.at_once)
     rates, reading, blocks = [], [], []
     for _ in range(case.runs):
         moments = drive(engine, requests, case.at_once)

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from bench.lib.engine_driver import CASES, ENGINE_SIZES, figures
+from bench.lib.engine_driver import CASES, ENGINE_SIZES, figures, warm_up
 
 
 class VLLM:
@@ -54,6 +54,7 @@ def main() -> None:
     start = {"vllm": vllm.__version__, "start_seconds": time.perf_counter() - began}
     size = json.loads((Path(folder) / "config.json").read_text())["vocab_size"]
     for case in cases:
+        warm_up(case, engine, size)
         row = {"case": case.name, **start, **figures(case, engine, size)}
         print(json.dumps(row), flush=True)
 

@@ -43,10 +43,11 @@ class Counting:
     """An engine that gives every request two tokens per step."""
 
     def __init__(self):
-        self.running, self.most = {}, 0
+        self.running, self.most, self.all = {}, 0, 0
 
     def add(self, name, ids, tokens):
         self.running[name] = [0, tokens]
+        self.all += 1
         self.most = max(self.most, len(self.running))
 
     def step(self):
@@ -81,8 +82,10 @@ def test_figures_of_requests_that_wait_have_no_steps():
     assert all(10 <= prompt <= 30 and 200 <= new <= 600 for prompt, new in lengths)
     found = figures(case, Counting(), 100)
     assert found["step_ms"] is None and found["read_seconds"] is None
-    found = figures(replace(case, at_once=None, varied=0.0, runs=3), Counting(), 100)
+    engine = Counting()
+    found = figures(replace(case, at_once=None, varied=0.0, runs=3), engine, 100)
     assert found["steps"] > 3 and found["output_tokens_per_second"] > 0
+    assert engine.all == 3 * 6, "what warms the engine up is not counted"
 
 
 def test_vllm_reads_the_same_shape(tmp_path):
