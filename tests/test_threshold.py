@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jsparse.selection import threshold
 from jsparse.selection.threshold import budget_mask, compact, top_k_ids, top_k_mask, top_p_mask
 from tests.support.marks import slow_except
 
@@ -176,9 +177,12 @@ def test_compact_lists_the_marked(rows, which):
         assert (got.tolist(), n) == slow_compact(row, capacity)
 
 
+@pytest.mark.parametrize("many", [False, True])
 @pytest.mark.parametrize("dtype", slow_except([np.uint16, np.uint32], np.uint32))
-def test_several_bits_per_pass_find_the_same(dtype, monkeypatch):
+def test_several_bits_per_pass_find_the_same(dtype, many, monkeypatch):
     """As on a GPU."""
+    if many:
+        monkeypatch.setattr(threshold, "_MANY_ROWS", 5)
     rng = np.random.default_rng(3)
     scores = jnp.asarray(rng.normal(size=(5, 40)).round(1), jnp.float32)
     keys = jnp.asarray(rng.integers(0, 50, (5, 40)), dtype)

@@ -4,6 +4,7 @@ They bisect a threshold, select the values above it and compact them to ids, wit
 passes over the order-preserving integer image of the float32 scores find the threshold exactly.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -12,7 +13,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Int32, Integer, UInt, UInt32
 
-_PARTS = 8  # into which a GPU cuts rows
+_PARTS = 8  # into which a GPU cuts rows, unless there are many
+_MANY_ROWS = 512
 _LANES = 128  # a multiple of a word's 32 bits; a byte can count that number of marks
 
 
@@ -178,19 +180,24 @@ def _largest_on_gpu(
 ) -> UInt[Array, "*rows"]:
     """Computes `_largest` where launching a pass over the keys takes longer than running it.
 
-    Each pass finds two bits, and parts of rows are summed separately, since there are few rows.
+    Each pass finds two bits. Few rows are summed in parts, and their passes unrolled. Many rows
+    fill the GPU, and take a loop, which compiles sooner.
     """
     if values is None:
         values = jnp.ones(keys.shape, jnp.int32)
-    pad = [(0, 0)] * (keys.ndim - 1) + [(0, -keys.shape[-1] % _PARTS)]
-    parts = (*keys.shape[:-1], _PARTS, -1)
+    few = math.prod(keys.shape[:-1]) < _MANY_ROWS
+    cut = _PARTS if few else 1
+    pad = [(0, 0)] * (keys.ndim - 1) + [(0, -keys.shape[-1] % cut)]
+    parts = (*keys.shape[:-1], cut, -1)
     # no tried threshold is 0, the key of padding
     keys, values = (
         jnp.pad(x, pad).reshape(parts) for x in (keys, jnp.broadcast_to(values, keys.shape))
     )
     zero, one = jnp.zeros((), _sum_dtype(values)), jnp.ones((), keys.dtype)
-    t = jnp.zeros(parts[:-2], keys.dtype)
-    for shift in range(jnp.iinfo(keys.dtype).bits - 2, -1, -2):
+    passes = jnp.iinfo(keys.dtype).bits // 2
+
+    def step(nth: Array | int, t: Array) -> Array:
+        shift = jnp.asarray(2 * (passes - 1 - nth), keys.dtype)
         trials = [t | one * digit << shift for digit in (1, 2, 3)]
         terms = [
             jnp.where(keys >= trial[..., None, None], values.astype(zero.dtype), zero)
@@ -198,7 +205,13 @@ def _largest_on_gpu(
         ]
         sums = jax.lax.reduce(terms, [zero] * 3, partial(jax.tree.map, jnp.add), (keys.ndim - 1,))
         held = [enough(jnp.sum(each, -1, dtype=zero.dtype)).astype(keys.dtype) for each in sums]
-        t |= (held[0] + held[1] + held[2]) << shift
+        return t | (held[0] + held[1] + held[2]) << shift
+
+    t = jnp.zeros(parts[:-2], keys.dtype)
+    if not few:
+        return jax.lax.fori_loop(0, passes, step, t)
+    for nth in range(passes):
+        t = step(nth, t)
     return t
 
 

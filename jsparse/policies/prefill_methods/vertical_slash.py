@@ -86,16 +86,19 @@ def score(queries: int, view: ChunkView) -> Lines:
         real = (at >= nth * BLOCK)[:, None, None, :, None]
         weights = jnp.where(real, jax.nn.softmax(logits, axis=-1), 0.0)
         weights = weights.reshape(batch, heads, queries, -1)
-        # a diagonal is one column once each query's keys are moved by its distance to the newest
-        earlier = ((0, 0), (0, 0), (0, 0), (queries - 1, 0))
-        padded = jnp.pad(weights, earlier)
-        moved = jnp.zeros_like(weights[:, :, 0])
-        for r in range(queries):
-            moved += padded[:, :, r, r : r + slots.size]
-        return Lines(*(_strongest(line) for line in (weights.sum(2), moved)))
+        return Lines(*(_strongest(lines.sum(2)) for lines in (weights, _diagonals(weights))))
 
     lines = jax.lax.map(of_block, jnp.arange(query_blocks, dtype=jnp.int32))
     return Lines(*(jnp.moveaxis(line, 0, 2) for line in lines))
+
+
+def _diagonals(weights: Float32[Array, "B N queries S"]) -> Float32[Array, "B N queries S"]:
+    """Moves each query's keys by its distance to the newest: a diagonal becomes a column."""
+    *heads, queries, size = weights.shape
+    rows = jnp.pad(weights, ((0, 0), (0, 0), (0, 0), (queries - 1, 0)))
+    # a row of one entry more moves each row by one from the row before
+    flat = jnp.pad(rows.reshape(*heads, -1), ((0, 0), (0, 0), (0, queries)))
+    return flat.reshape(*heads, queries, -1)[..., :size]
 
 
 def _strongest(lines: Float32[Array, "B N S"]) -> Float32[Array, "B N KB"]:
