@@ -40,8 +40,8 @@ def first_token(llm: Any, talk: list[int], message: list[int]) -> tuple[float, i
     return out.metrics.time_to_first_token, out.num_cached_tokens
 
 
-def measured(llm: Any, length: int, message: int) -> dict[str, Any]:
-    """Returns the times of all turns after the first, and of one more turn on the device."""
+def measured(llm: Any, length: int, message: int, turns: int) -> dict[str, Any]:
+    """Returns the times of all turns after the first, and of more turns on the device."""
     rng, size = np.random.default_rng(0), llm.engine.params.config.vocab_size
 
     def tokens(count: int) -> list[int]:
@@ -52,13 +52,13 @@ def measured(llm: Any, length: int, message: int) -> dict[str, Any]:
         first_token(llm, talk, tokens(message))
     counters = llm.engine.counters
     out, back, began = counters.blocks_out, counters.blocks_in, time.perf_counter()
-    turns = [first_token(llm, talk, tokens(message)) for _ in range(TURNS) for talk in talks]
-    seconds, count = time.perf_counter() - began, len(turns)
+    took = [first_token(llm, talk, tokens(message)) for _ in range(turns) for talk in talks]
+    seconds, count = time.perf_counter() - began, len(took)
     there = [first_token(llm, talks[-1], tokens(message)) for _ in range(TURNS)]
     return {
-        "turn": spread([took for took, _ in turns]),
-        "device": spread([took for took, _ in there]),
-        "least_cached": min(cached for _, cached in turns),
+        "turn": spread([first for first, _ in took]),
+        "device": spread([first for first, _ in there]),
+        "least_cached": min(cached for _, cached in took),
         "blocks_out": (counters.blocks_out - out) / count,
         "blocks_in": (counters.blocks_in - back) / count,
         "block_bytes": llm.engine.block_bytes,
@@ -91,20 +91,21 @@ def main() -> None:
     gib = TALKS * longest * token_bytes / 2**30  # for conversations on the device, too
     report |= {"length": length, "message": message, "host_gib": gib, "unit": "s"}
     report["results"] = {}
-    for name, size in (("host", gib), ("again", 0.0)):
+    for name, size, turns in (("host", gib, TURNS), ("again", 0.0, 1)):
         llm = jsparse.LLM(params, "dense", kv_offloading_size=size, **options)
-        report["results"][name] = measured(llm, length, message)
+        own = report["results"][name] = measured(llm, length, message, turns)
         del llm
-    write_report(args.json, report)
-    host, again = (report["results"][name] for name in ("host", "again"))
-    for name, each in (
-        ("host", host["turn"]),
-        ("again", again["turn"]),
-        ("device", host["device"]),
-    ):
-        print(f"{name:8} {each['median']:.3f} s ({each['min']:.3f}-{each['max']:.3f})")
+        write_report(args.json, report)
+        print(line(name, own["turn"]), flush=True)
+    host = report["results"]["host"]
+    print(line("device", host["device"]))
     copied = ", ".join(f"{host[way]:.1f} {way[7:]}" for way in ("blocks_out", "blocks_in"))
     print(f"blocks   {copied} per turn, of {host['block_bytes'] / 1e6:.1f} MB")
+
+
+def line(name: str, seconds: dict[str, float]) -> str:
+    """Formats a line of the table."""
+    return f"{name:8} {seconds['median']:.3f} s ({seconds['min']:.3f}-{seconds['max']:.3f})"
 
 
 if __name__ == "__main__":
