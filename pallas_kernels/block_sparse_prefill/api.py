@@ -33,10 +33,9 @@ def _not_mosaic(q: ChunkQueries, kv: LayerCache, *_: Any) -> str | None:
     return no_mosaic()
 
 
-# the kernel comes last, and so is used by name only, since it has not run on a GPU yet
 BACKENDS = (
-    Backend("reference", lambda: reference.block_sparse_prefill),
     Backend("mosaic", _mosaic, _not_mosaic),
+    Backend("reference", lambda: reference.block_sparse_prefill),
 )
 
 
@@ -62,7 +61,7 @@ def block_sparse_prefill(
         valid: the number of tokens of each row, which the lengths include.
         chosen: the key blocks of each query block, by query head: QB = ⌈T / 128⌉, and
             KB = ⌈capacity / 128⌉.
-        implementation: "mosaic" (Hopper, 16-bit types), or "reference", the default.
+        implementation: "mosaic" (Hopper, 16-bit types), "reference", or None to choose.
 
     Raises:
         ValueError: shapes differ, or the named implementation cannot run here.
