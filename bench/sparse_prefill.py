@@ -9,9 +9,11 @@ block of 128 queries and every head, always with the first block and the queries
     TFLOP/s     4 · queries · keys · channels over the time: of blocks that are read, of the keys
                 that a causal query sees (dense), or of all (cuDNN)
 
-    dense       jsparse's attention of chunks, which gathers pages for cuDNN
+    dense       attention that gathers pages for cuDNN, as for K and V that the kernel does not take
     cudnn       cuDNN alone, not causal, over K and V of as many tokens that are not in pages
-    lists       the kernel's lists of blocks alone, which its times include
+    paged       the kernel without a choice, as dense prefill uses it
+    sparse      the kernel with a choice
+    lists       the kernel's lists of chosen blocks alone, which its times include
 
     python -m bench.sparse_prefill --json build/sparse_prefill.json
 """
@@ -108,13 +110,15 @@ def measure(context: int, chunk: int, table: str, implementation: str):
     yield timed("dense", HEADS * seen, attend_chunk, q, *own, kv, valid)
     yield timed("cudnn", HEADS * chunk * context, lambda *qkv: flash(*qkv)[0], q, *whole)
     attend = partial(block_sparse_prefill, implementation=implementation)
+    yield timed("paged", HEADS * seen, attend, q, kv, valid)
+    listing = partial(lists, heads=HEADS, query_blocks=-(-chunk // BLOCK))
     for density in DENSITIES:
         chosen = jnp.asarray(draw(rng, density, context, chunk))
-        listed = jax.jit(lists)(chosen, lengths[:, 0], valid)
+        listed = jax.jit(listing)(chosen, lengths[:, 0], valid)
         read, causal = int(jnp.sum(Unit(*listed.units.T).blocks)), reached(context, chunk)
         share = {"density": density, "blocks": read / causal}
         yield timed("sparse", read * BLOCK**2, attend, q, kv, valid, chosen, **share)
-        yield timed("lists", 0, lists, chosen, lengths[:, 0], valid, **share)
+        yield timed("lists", 0, listing, chosen, lengths[:, 0], valid, **share)
 
 
 def draw(rng: np.random.Generator, density: float, context: int, chunk: int) -> np.ndarray:

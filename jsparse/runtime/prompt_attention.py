@@ -2,7 +2,7 @@
 
 from jsparse.cache import LayerCache
 from jsparse.hooks import ChunkView
-from jsparse.pallas_kernels.block_sparse_prefill import block_sparse_prefill
+from jsparse.pallas_kernels.block_sparse_prefill import block_sparse_prefill, not_mosaic
 from jsparse.policy import PrefillMethod
 from jsparse.runtime.chunk_attention import attend_chunk
 from jsparse.shapes import ChunkKV, ChunkQueries, Rows
@@ -17,16 +17,19 @@ def attend_prompt(
     valid: Rows,
     window: int | None = None,
 ) -> ChunkQueries:
-    """Attends as `attend_chunk` does, but only to the blocks that a method chooses.
+    """Attends as `attend_chunk` does, from a chunk whose k and v the cache holds.
 
-    A query attends to its own block in any case. Without a method, or with a window, attention is
-    dense.
+    With a method and no window, only to the query's own block and to those that the method chooses.
 
     Raises:
         ValueError: the method does not return a mask of all blocks.
     """
-    if method is None or window is not None:
+    if window is not None:
         return attend_chunk(q, k, v, kv, valid, window)
+    if method is None:
+        if not_mosaic(q, kv) is None:
+            return block_sparse_prefill(q, kv, valid)
+        return attend_chunk(q, k, v, kv, valid)
     view = ChunkView(q, kv, valid)
     chosen = method.choose(method.score(view), view)
     shape = (q.shape[0], q.shape[2], *view.num_blocks)

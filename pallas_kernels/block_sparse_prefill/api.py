@@ -1,4 +1,4 @@
-"""Attends from a prompt chunk to chosen blocks of 128 keys."""
+"""Attends from a prompt chunk to all of its row, or to chosen blocks of 128 keys."""
 
 from typing import Any
 
@@ -19,7 +19,8 @@ def _mosaic():
     return mosaic.block_sparse_prefill
 
 
-def _not_mosaic(q: ChunkQueries, kv: LayerCache, *_: Any) -> str | None:
+def not_mosaic(q: ChunkQueries, kv: LayerCache, *_: Any) -> str | None:
+    """Returns why the kernel cannot attend from these queries to this cache here, or None."""
     if isinstance(kv.k, PagePool):
         return "takes K and V of the model's type on the device"
     if q.dtype != kv.k.dtype or q.dtype not in (jnp.bfloat16, jnp.float16):
@@ -34,7 +35,7 @@ def _not_mosaic(q: ChunkQueries, kv: LayerCache, *_: Any) -> str | None:
 
 
 BACKENDS = (
-    Backend("mosaic", _mosaic, _not_mosaic),
+    Backend("mosaic", _mosaic, not_mosaic),
     Backend("reference", lambda: reference.block_sparse_prefill),
 )
 
@@ -44,11 +45,11 @@ def block_sparse_prefill(
     q: Float[Array, "B T N H"],
     kv: LayerCache,
     valid: Int32[Array, "B"],
-    chosen: Bool[Array, "B N QB KB"],
+    chosen: Bool[Array, "B N QB KB"] | None = None,
     *,
     implementation: str | None = None,
 ) -> Float[Array, "B T N H"]:
-    """Attends from a chunk that the cache already holds to the chosen blocks of its row.
+    """Attends causally from a chunk that the cache already holds, to the chosen blocks of its row.
 
     Query block i has the tokens 128·i … 128·i + 127 of the chunk, wherever the chunk starts; key
     block j has the positions 128·j … 128·j + 127. A query attends to the keys of chosen blocks at
@@ -60,14 +61,14 @@ def block_sparse_prefill(
         kv: the K and V pages, lengths and block table; all heads of a row hold the same tokens.
         valid: the number of tokens of each row, which the lengths include.
         chosen: the key blocks of each query block, by query head: QB = ⌈T / 128⌉, and
-            KB = ⌈capacity / 128⌉.
+            KB = ⌈capacity / 128⌉. None: all.
         implementation: "mosaic" (Hopper, 16-bit types), "reference", or None to choose.
 
     Raises:
         ValueError: shapes differ, or the named implementation cannot run here.
     """
     blocks = -(-q.shape[1] // BLOCK), -(-kv.capacity // BLOCK)
-    if chosen.shape[2:] != blocks:
+    if chosen is not None and chosen.shape[2:] != blocks:
         raise ValueError(
             f"chosen.shape={chosen.shape}: must end in {blocks}, the blocks of {BLOCK} queries and "
             f"of {BLOCK} keys"

@@ -4,6 +4,7 @@ They take turns to issue products: while the tensor cores multiply for one, the 
 softmax.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -35,12 +36,17 @@ class Softmax(NamedTuple):
     total: Any  # [rows], the sum of weights
 
 
-def consume(p: Problem, g: GlobalRefs, s: SharedRefs, unit: Unit, ids: Any) -> None:
-    """Attends from this warpgroup's queries to the listed blocks, and stores o."""
+def consume(
+    p: Problem, g: GlobalRefs, s: SharedRefs, unit: Unit, listed: Callable[[Any], Any]
+) -> None:
+    """Attends from this warpgroup's queries to the listed blocks, and stores o.
+
+    `listed` returns the number of the nth block.
+    """
     half, do = lax.axis_index("warpgroup"), products(p)
     count = unit.blocks
     unmasked = jnp.maximum(count - MASKED, 0)
-    ends = ids[unmasked], ids[count - 1]
+    ends = listed(unmasked), listed(count - 1)
     row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=BY_QUERY)
     reached = jnp.minimum(unit.first + half * ROWS + row, unit.newest)  # each query's last key
     q_s = s.q_s.at[half]

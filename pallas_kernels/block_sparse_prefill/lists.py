@@ -25,36 +25,42 @@ class Lists(NamedTuple):
 
     Attributes:
         units: the fields of each `Unit`.
-        ids: the numbers of its blocks, ascending, then zeros.
+        ids: the numbers of its blocks, ascending, then zeros; None if they are the first blocks.
     """
 
     units: Int32[Array, "units fields"]
-    ids: Int32[Array, "units KB"]
+    ids: Int32[Array, "units KB"] | None
 
 
-def lists(chosen: Bool[Array, "B N QB KB"], lengths: Rows, valid: Rows) -> Lists:
-    """Lists the chosen blocks that start at or before the last token of their unit.
+def lists(
+    chosen: Bool[Array, "B N QB KB"] | None,
+    lengths: Rows,
+    valid: Rows,
+    *,
+    heads: int,
+    query_blocks: int,
+) -> Lists:
+    """Lists the chosen blocks that start at or before the last token of their unit; None: all.
 
     The heads with most blocks start first, so that the last units to end are short, and each
     head's latest queries, which have the longest lists if all blocks are chosen. A head's units
     start together, because they find blocks that others have read in the L2 cache.
     """
-    rows, heads, query_blocks, key_blocks = chosen.shape
+    rows = len(lengths)
     token = jnp.arange(query_blocks, dtype=jnp.int32)[::-1] * BLOCK
-    keys = jnp.arange(key_blocks, dtype=jnp.int32)
     before = lengths - valid
-    last = before[:, None] + jnp.minimum(token + BLOCK, valid[:, None]) - 1
-    last = jnp.where(token < valid[:, None], last, -1)
-    listed = chosen[:, :, ::-1] & (keys * BLOCK <= last[..., None])[:, None]
-
-    listed = listed.reshape(rows * heads, query_blocks, key_blocks)
-    pairs = jnp.argsort(-jnp.sum(listed, axis=(1, 2), dtype=jnp.int32)).astype(jnp.int32)
-    listed = listed[pairs].reshape(-1, key_blocks)
-    count = jnp.sum(listed, axis=1, dtype=jnp.int32)
-    place = jnp.where(listed, jnp.cumsum(listed, axis=1, dtype=jnp.int32) - 1, key_blocks)
-    ids = jnp.zeros(listed.shape, jnp.int32)
-    ids = ids.at[jnp.arange(len(listed))[:, None], place].set(keys, mode="drop")
-
+    end = before[:, None] + jnp.minimum(token + BLOCK, valid[:, None])
+    reached = jnp.where(token < valid[:, None], (end + BLOCK - 1) // BLOCK, 0)
+    if chosen is None:  # the heads of a row are equal
+        ids, nth = None, jnp.arange(heads, dtype=jnp.int32)
+        pairs = (_longest_first(reached)[:, None] * heads + nth).reshape(-1)
+        count = jnp.repeat(reached, heads, axis=0)[pairs].reshape(-1)
+    else:
+        seen = jnp.arange(chosen.shape[3]) < reached[..., None]
+        listed = (chosen[:, :, ::-1] & seen[:, None]).reshape(rows * heads, query_blocks, -1)
+        pairs = _longest_first(jnp.sum(listed, axis=2, dtype=jnp.int32))
+        listed = listed[pairs].reshape(len(pairs) * query_blocks, -1)
+        ids, count = _ids(listed), jnp.sum(listed, axis=1, dtype=jnp.int32)
     pair, token = jnp.repeat(pairs, query_blocks), jnp.tile(token, len(pairs))
     row = pair // heads
     unit = Unit(
@@ -66,3 +72,14 @@ def lists(chosen: Bool[Array, "B N QB KB"], lengths: Rows, valid: Rows) -> Lists
         newest=jnp.where(count > 0, lengths[row] - 1, -1),
     )
     return Lists(jnp.stack(unit, axis=1), ids)
+
+
+def _longest_first(counts: Int32[Array, "items QB"]) -> Int32[Array, "items"]:
+    return jnp.argsort(-jnp.sum(counts, axis=1)).astype(jnp.int32)
+
+
+def _ids(listed: Bool[Array, "units KB"]) -> Int32[Array, "units KB"]:
+    """Returns the numbers of the listed blocks, ascending, then zeros."""
+    nth, ids = jnp.arange(len(listed)), jnp.arange(listed.shape[1], dtype=jnp.int32)
+    place = jnp.where(listed, jnp.cumsum(listed, axis=1, dtype=jnp.int32) - 1, ids.size)
+    return jnp.zeros(listed.shape, jnp.int32).at[nth[:, None], place].set(ids, mode="drop")

@@ -7,6 +7,7 @@ first (`lists`), and the GPU starts the next one as soon as a program ends.
 
 from functools import cache
 from math import gcd
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +35,7 @@ def block_sparse_prefill(
     q: ChunkQueries,
     kv: LayerCache,
     valid: Rows,
-    chosen: Bool[Array, "B N QB KB"],
+    chosen: Bool[Array, "B N QB KB"] | None = None,
     *,
     stages: int = 3,
     interpret: bool = False,
@@ -47,7 +48,8 @@ def block_sparse_prefill(
     (batch, tokens, heads, head_dim), kv_heads = q.shape, kv.lengths.shape[1]
     # without a table a head's slots are adjacent, so its pages may have any size
     page_size = gcd(kv.capacity, BLOCK) if kv.block_table is None else kv.page_size
-    padded = chosen.shape[2] * BLOCK
+    query_blocks = -(-tokens // BLOCK)
+    padded = query_blocks * BLOCK
     problem = Problem(
         batch=batch,
         tokens=padded,
@@ -56,6 +58,7 @@ def block_sparse_prefill(
         head_dim=head_dim,
         page_size=page_size,
         pages=kv.capacity // page_size,
+        has_ids=chosen is not None,
         has_table=kv.block_table is not None,
         stages=stages,
         dtype=q.dtype,
@@ -63,9 +66,9 @@ def block_sparse_prefill(
     )
     k, v = (pool.reshape(-1, problem.piece, head_dim) for pool in kv.arrays)
     q = jnp.pad(q, ((0, 0), (0, padded - tokens), (0, 0), (0, 0)))
-    given = [q, k, v, *lists(chosen, kv.lengths[:, 0], valid)]
-    if kv.block_table is not None:
-        given.append(kv.block_table.reshape(batch * kv_heads, -1))
+    work = lists(chosen, kv.lengths[:, 0], valid, heads=heads, query_blocks=query_blocks)
+    table = None if kv.block_table is None else kv.block_table.reshape(batch * kv_heads, -1)
+    given = (array for array in (q, k, v, *work, table) if array is not None)
     return _kernel(problem)(*given)[:, :tokens]
 
 
@@ -77,16 +80,19 @@ def _kernel(p: Problem):
         g, s, nth = GlobalRefs.of(p, refs), SharedRefs(**scratch), lax.axis_index("unit")
         unit = Unit(*(g.units[nth, i] for i in range(len(Unit._fields))))
 
+        def listed(at: Any) -> Any:
+            return g.ids[nth, at] if p.has_ids else at
+
         # twice 128 threads with 232 registers and 128 with 40 use 64,512 of 65,536
         @pl.when(lax.axis_index("warpgroup") < HALVES)
         def _():
             plgpu.set_max_registers(232, action="increase")
-            consume(p, g, s, unit, g.ids.at[nth])
+            consume(p, g, s, unit, listed)
 
         @pl.when(lax.axis_index("warpgroup") == HALVES)
         def _():
             plgpu.set_max_registers(40, action="decrease")
-            produce(p, g, s, unit, g.ids.at[nth])
+            produce(p, g, s, unit, listed)
 
     body.__name__ = "block_sparse_prefill"
     return plgpu.kernel(

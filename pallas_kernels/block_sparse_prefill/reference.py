@@ -19,11 +19,13 @@ def block_sparse_prefill(
     q: Float[Array, "B T N H"],
     kv: LayerCache,
     valid: Int32[Array, "B"],
-    chosen: Bool[Array, "B N QB KB"],
+    chosen: Bool[Array, "B N QB KB"] | None = None,
 ) -> Float[Array, "B T N H"]:
     """Implements `api.block_sparse_prefill` in plain jnp."""
     batch, tokens, heads, head_dim = q.shape
-    query_blocks, key_blocks = chosen.shape[2:]
+    query_blocks, key_blocks = -(-tokens // BLOCK), -(-kv.capacity // BLOCK)
+    if chosen is None:
+        chosen = jnp.ones((batch, heads, query_blocks, key_blocks), jnp.bool_)
     size = min(SEGMENT, key_blocks)
     chosen = jnp.pad(chosen, ((0, 0), (0, 0), (0, 0), (0, -key_blocks % size)))
     first = kv.lengths[:, 0] - valid

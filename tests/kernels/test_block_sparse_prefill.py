@@ -42,6 +42,12 @@ def test_queries_attend_to_chosen_blocks(case):
         assert not got.any()
 
 
+def test_no_choice_is_every_block():
+    q, kv, valid, chosen = Case("ragged").build()
+    every = attend(q, kv, valid, jnp.ones_like(chosen))
+    np.testing.assert_array_equal(attend(q, kv, valid), every)
+
+
 def test_chosen_must_have_the_blocks_of_chunk_and_cache():
     q, kv, valid, chosen = Case("ragged").build()
     with pytest.raises(ValueError, match=r"chosen.shape=\(4, 6, 2, 2\): must end in \(2, 3\)"):

@@ -36,10 +36,24 @@ def test_interpreted_body_attends_to_chosen_blocks(case, capsys):
     assert "RACE" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("case", slow_except_named(CASES, "unaligned"), ids=str)
+def test_interpreted_body_attends_to_all_without_a_choice(case):
+    """The same blocks in the same order, so the same bits."""
+    q, kv, valid, chosen = case.build()
+    every = interpreted(q, kv, valid, jnp.ones_like(chosen))
+    np.testing.assert_array_equal(interpreted(q, kv, valid), every)
+
+
 def test_lists_have_the_reached_blocks_in_ascending_order():
-    inputs = Case("", rows=((200, 190), (0, 256), (0, 0), (310, 2)), tokens=256).build(1)
+    rows = (200, 190), (0, 256), (0, 0), (310, 2)
+    inputs = Case("", rows=rows, tokens=256, num_pages=25).build(1)
     _, kv, valid, chosen = inputs
-    made = jax.jit(lists)(chosen, kv.lengths[:, 0], valid)
+    size = {"heads": chosen.shape[1], "query_blocks": chosen.shape[2]}
+    made = jax.jit(partial(lists, **size))(chosen, kv.lengths[:, 0], valid)
+    every = jax.jit(partial(lists, **size))(jnp.ones_like(chosen), kv.lengths[:, 0], valid)
+    units_alone = jax.jit(partial(lists, **size))(None, kv.lengths[:, 0], valid)
+    assert units_alone.ids is None
+    np.testing.assert_array_equal(units_alone.units, every.units)
     units, sums = [Unit(*unit) for unit in made.units.tolist()], np.zeros(chosen.shape[:2], int)
     for unit, ids in zip(units, made.ids, strict=True):
         before, held = int(kv.lengths[unit.row, 0] - valid[unit.row]), int(valid[unit.row])
@@ -71,8 +85,11 @@ def test_lowers_for_cuda(sizes):
     q = spec((batch, tokens, heads * group, head_dim), of_type)
     blocks = -(-tokens // BLOCK), -(-pages * page_size // BLOCK)
     chosen = spec((batch, heads * group, *blocks), jnp.bool_)
-    traced = jax.jit(mosaic.block_sparse_prefill).trace(q, kv, spec((batch,), jnp.int32), chosen)
-    assert "block_sparse_prefill" in traced.lower(lowering_platforms=("cuda",)).as_text()
+    for choice in (chosen, None):
+        traced = jax.jit(mosaic.block_sparse_prefill).trace(
+            q, kv, spec((batch,), jnp.int32), choice
+        )
+        assert "block_sparse_prefill" in traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
 def test_refusals_name_the_reason():

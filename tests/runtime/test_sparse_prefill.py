@@ -1,17 +1,22 @@
 """Tests prompts that are prefilled sparsely, in sessions and through every interface of them."""
 
 import functools
+from functools import partial
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jsparse
+from jsparse.cache import read_slots
 from jsparse.models.checkpoint import spread
+from jsparse.pallas_kernels.block_sparse_prefill import block_sparse_prefill
 from jsparse.policies.sparse_prefill import with_prefill
 from jsparse.policy import PrefillMethod
-from jsparse.runtime import capacity
+from jsparse.runtime import capacity, prompt_attention
 from jsparse.runtime.session import Session
+from tests.kernels.cases.block_sparse_prefill import Case
 from tests.support.tiny import (
     assert_close,
     engine_logits,
@@ -54,6 +59,26 @@ def test_choice_does_not_depend_on_the_size_of_chunks(prefill):
     one = logits(prefill, chunk=512)
     assert_close(logits(prefill, chunk=128), one)
     assert np.abs(one - logits("dense", chunk=128)).max() > 0.1
+
+
+@pytest.mark.parametrize("refusal", [None, "not here"])
+def test_dense_prefill_takes_the_kernel_where_it_runs(refusal, monkeypatch):
+    """Both ways attend to everything; k and v of the chunk are the cache's newest."""
+    q, kv, valid, chosen = Case("ragged").build()
+    slots = (kv.lengths - valid[:, None])[..., None] + np.arange(q.shape[1])
+    k, v = (read_slots(pool, kv, slots).swapaxes(1, 2) for pool in (kv.k, kv.v))
+    ran = []
+    monkeypatch.setattr(prompt_attention, "not_mosaic", lambda q, kv: refusal)
+    monkeypatch.setattr(
+        prompt_attention,
+        "block_sparse_prefill",
+        lambda *given: ran.append(1) or block_sparse_prefill(*given),
+    )
+    got = jax.jit(partial(prompt_attention.attend_prompt, None))(q, k, v, kv, valid)
+    want = block_sparse_prefill(q, kv, valid, jnp.ones_like(chosen))
+    assert len(ran) == (refusal is None)
+    for row, own in enumerate(valid):
+        np.testing.assert_allclose(got[row, :own], want[row, :own], atol=2e-5)
 
 
 def nothing(view):
