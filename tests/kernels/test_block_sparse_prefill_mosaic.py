@@ -21,7 +21,7 @@ from tests.support.marks import slow_except, slow_except_named
 interpreted = jax.jit(partial(mosaic.block_sparse_prefill, interpret=True))
 
 
-@pytest.mark.parametrize("case", slow_except_named(CASES, "unaligned", "few"), ids=str)
+@pytest.mark.parametrize("case", slow_except_named(CASES, "unaligned", "few", "identity"), ids=str)
 def test_interpreted_body_attends_to_chosen_blocks(case, capsys):
     inputs = case.build()
     o, nothing = np.asarray(interpreted(*inputs), np.float64), False

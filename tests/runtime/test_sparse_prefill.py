@@ -12,9 +12,11 @@ import jsparse
 from jsparse.cache import read_slots
 from jsparse.models.checkpoint import spread
 from jsparse.pallas_kernels.block_sparse_prefill import block_sparse_prefill
+from jsparse.policies.prefill_methods import as_method
 from jsparse.policies.sparse_prefill import with_prefill
 from jsparse.policy import PrefillMethod
 from jsparse.runtime import capacity, prompt_attention
+from jsparse.runtime.chunk_attention import chunk_tokens
 from jsparse.runtime.session import Session
 from tests.kernels.cases.block_sparse_prefill import Case
 from tests.support.tiny import (
@@ -39,6 +41,13 @@ def logits(prefill, policy="dense", **options):
 
 def test_all_blocks_give_dense_prefill():
     assert_close(logits("xattention(threshold=1)", chunk=128), logits("dense", chunk=128))
+
+
+def test_chunks_are_whole_blocks():
+    """A block is 128 tokens; dense chunks of such a short prompt are shorter."""
+    spec = capacity.spec_of(tiny_params(), 1, 512, page_size=16)
+    method = as_method(HALF)
+    assert chunk_tokens(spec, method) % 128 == 0 != chunk_tokens(spec) % 128
 
 
 def test_fewer_blocks_change_what_follows_longer_prompts():
