@@ -36,7 +36,7 @@ def test_interpreted_body_attends_to_chosen_blocks(case, capsys):
     assert "RACE" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("case", slow_except_named(CASES, "unaligned"), ids=str)
+@pytest.mark.parametrize("case", slow_except_named(CASES, "few"), ids=str)
 def test_interpreted_body_attends_to_all_without_a_choice(case):
     """The same blocks in the same order, so the same bits."""
     q, kv, valid, chosen = case.build()
