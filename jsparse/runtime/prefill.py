@@ -1,8 +1,7 @@
-"""Prefills prompts in chunks, densely and exactly, filling the cache and the policy's state.
+"""Prefills prompts in chunks, filling the cache and the policy's state.
 
-A chunk attends to itself causally, and to the cache before it block by block; the parts are merged
-by their logsumexps. Scores never exceed one chunk × one block, and one compilation serves every
-chunk of one size.
+A chunk attends causally to itself and to the cache before it (jsparse.runtime.prompt_attention);
+scores of a whole chunk never exist at once. One compilation serves every chunk of one size.
 """
 
 from collections.abc import Callable, Iterator, Sequence
