@@ -14,6 +14,7 @@ block of 128 queries and every head, always with the first block and the queries
     paged       the kernel without a choice, as dense prefill uses it
     sparse      the kernel with a choice
     lists       the kernel's lists of chosen blocks alone, which its times include
+    choosing    a method's scores and choice alone, to compare with `paged`
 
     python -m bench.sparse_prefill --json build/sparse_prefill.json
 """
@@ -31,12 +32,15 @@ from bench.lib.environment import describe
 from bench.lib.kernel_timing import TimedProgram, wall
 from bench.lib.subprocesses import write_report
 from jsparse.cache import LayerCache, read_slots
+from jsparse.hooks import ChunkView
 from jsparse.pallas_kernels.block_sparse_prefill import block_sparse_prefill
 from jsparse.pallas_kernels.block_sparse_prefill.lists import Unit, lists
+from jsparse.policies.prefill_methods import as_method
 from jsparse.runtime.chunk_attention import attend_chunk, flash
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE, BLOCK = 32, 8, 128, 16, 128
 DENSITIES = (1.0, 0.5, 0.25, 0.1)
+METHODS = ("xattention(stride=8)", "xattention(stride=16)", "vertical_slash()")
 TINY = 64  # the factor by which --tiny shrinks the chunk and the contexts
 PAIR_FLOPS = 4 * HEAD_DIM  # of one query and one key
 CALLS, REPEATS = 40, 5
@@ -119,6 +123,14 @@ def measure(context: int, chunk: int, table: str, implementation: str):
         share = {"density": density, "blocks": read / causal}
         yield timed("sparse", read * BLOCK**2, attend, q, kv, valid, chosen, **share)
         yield timed("lists", 0, listing, chosen, lengths[:, 0], valid, **share)
+    for name in METHODS:
+        yield timed("choosing", 0, partial(choosing, as_method(name)), q, kv, valid, method=name)
+
+
+def choosing(method: Any, q: Any, kv: LayerCache, valid: Any) -> Any:
+    """Returns the blocks that a method chooses."""
+    view = ChunkView(q, kv, valid)
+    return method.choose(method.score(view), view)
 
 
 def draw(rng: np.random.Generator, density: float, context: int, chunk: int) -> np.ndarray:
@@ -142,9 +154,9 @@ def reached(context: int, chunk: int) -> int:
 def line(row: dict[str, Any]) -> str:
     """Formats one line of the table."""
     rate = "" if row["tflops"] is None else f"{row['tflops']:6.0f} TFLOP/s"
-    share = f"{row['blocks']:6.1%} of blocks" if "blocks" in row else ""
+    share = f"{row['blocks']:6.1%} of blocks" if "blocks" in row else row.get("method", "")
     return (
-        f"{row['context']:>7} {row['chunk']:>5} {row['table']:9} {row['name']:7} "
+        f"{row['context']:>7} {row['chunk']:>5} {row['table']:9} {row['name']:8} "
         f"{row['ms']['median']:8.3f} ms ({row['ms']['min']:.3f}-{row['ms']['max']:.3f}) "
         f"{rate:15} {share}"
     ).rstrip()
