@@ -40,7 +40,12 @@ from jsparse.runtime.chunk_attention import attend_chunk, flash
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE, BLOCK = 32, 8, 128, 16, 128
 DENSITIES = (1.0, 0.5, 0.25, 0.1)
-METHODS = ("xattention(stride=8)", "xattention(stride=16)", "vertical_slash()")
+METHODS = (
+    "xattention(stride=8)",
+    "xattention(stride=16)",
+    "vertical_slash()",
+    "vertical_slash(queries=2)",
+)
 TINY = 64  # the factor by which --tiny shrinks the chunk and the contexts
 PAIR_FLOPS = 4 * HEAD_DIM  # of one query and one key
 CALLS, REPEATS = 40, 5

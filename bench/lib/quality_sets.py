@@ -176,8 +176,8 @@ def low_rank_keys(_gates: Path, length: int) -> tuple[str, ...]:
 def prefill_methods(*_: object) -> tuple[str, ...]:
     """Returns the methods of sparse prefill, each before dense decoding."""
     methods = (
-        *(f"xattention(threshold={threshold})" for threshold in (0.8, 0.9, 0.95)),
-        "xattention(threshold=0.9, stride=16)",
+        "xattention(threshold=0.9, stride=8)",
+        *(f"xattention(threshold={threshold}, stride=16)" for threshold in (0.9, 0.95)),
         "vertical_slash()",
         "streaming()",
     )

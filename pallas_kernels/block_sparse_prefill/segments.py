@@ -6,6 +6,17 @@ from jaxtyping import Array, Float, Int32
 from jsparse.cache import LayerCache, PagePool, read_pages
 
 BLOCK = 128  # queries, and keys, per block
+LOGITS = 2**24  # of a segment: more would not stay in an H200's L2 cache, fewer need more passes
+
+
+def blocks_per_segment(logits: int, key_blocks: int) -> int:
+    """Returns the number of blocks of a segment, given the number of logits per block."""
+    return max(1, min(LOGITS // logits, key_blocks))
+
+
+def num_segments(kv: LayerCache, size: int) -> Int32[Array, ""]:
+    """Returns the number of segments of `size` blocks that hold the longest row."""
+    return -(-jnp.max(kv.lengths) // (size * BLOCK))
 
 
 def segment(

@@ -1,5 +1,7 @@
 """Tests methods of sparse prefill against slow models of their papers, and their expressions."""
 
+from importlib import import_module
+
 import jax
 import numpy as np
 import pytest
@@ -20,6 +22,16 @@ RAGGED = Case("ragged", lengths=(700, 380, 40, 7), valid=(172, 380, 0, 7), token
 def run(method, view):
     scores = method.score(view)
     return scores, method.choose(scores, view)
+
+
+@pytest.fixture
+def short_segments(monkeypatch):
+    """Segments of 4 blocks, so that the longest row of `RAGGED` has a second one, not full."""
+    for name in ("masses", "vertical_slash"):
+        module = import_module(f"jsparse.policies.prefill_methods.{name}")
+        monkeypatch.setattr(module, "blocks_per_segment", lambda *_: 4)
+    yield
+    run.clear_cache()
 
 
 def chosen_by(expression, case=RAGGED):
@@ -47,6 +59,7 @@ def own_blocks(first, block):
 
 
 @pytest.mark.parametrize("stride", [16, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.usefixtures("short_segments")
 def test_antidiagonals_of_tiles_score_blocks(stride):
     """The mean of q·k/√H along each tile's antidiagonal, a softmax over tiles, a sum by block."""
     view, scores, chosen = chosen_by(f"xattention(threshold=0.8, stride={stride})")
@@ -72,6 +85,7 @@ def test_antidiagonals_of_tiles_score_blocks(stride):
             assert set(np.flatnonzero(chosen[b, n, block])) == kept
 
 
+@pytest.mark.usefixtures("short_segments")
 def test_lines_are_the_strongest_columns_and_diagonals_of_each_block():
     expression = "vertical_slash(sink=0, recent=1, vertical=128, slash=128, queries=5)"
     view, scores, chosen = chosen_by(expression)
@@ -110,6 +124,18 @@ def test_streaming_keeps_the_first_and_newest_tokens_of_every_query():
         assert not chosen[b, n, 0, 2 : (first - 199) // BLOCK].any()
 
 
+@pytest.mark.parametrize("start", [256, 1024])
+def test_auto_chooses_from_a_position_on(monkeypatch, start):
+    monkeypatch.setattr(import_module("jsparse.policies.prefill_methods.auto"), "START", start)
+    run.clear_cache()
+    view, _, chosen = chosen_by("auto")
+    run.clear_cache()
+    _, _, wanted = chosen_by("xattention(threshold=0.9, stride=16)")
+    late = np.asarray(view.starts) >= start
+    assert (late.any(), late.all()) == (start == 256, False)
+    np.testing.assert_array_equal(chosen, wanted | ~late[:, None, :, None])
+
+
 def test_expressions_build_equal_methods_and_policies():
     assert as_method("xattention") is as_method("xattention(0.9, stride=8)")
     assert as_method("dense") is None
@@ -125,7 +151,7 @@ def test_expressions_build_equal_methods_and_policies():
     ("prefill", "message"),
     [
         ("xatention", r"prefill='xatention': unknown method 'xatention', did you mean xattention"),
-        ("quest(64)", "must be one of dense, xattention, vertical_slash, streaming"),
+        ("quest(64)", "must be one of dense, auto, xattention, vertical_slash, streaming"),
         ("xattention(threshold=0)", r"prefill='xattention\(threshold=0\)': threshold=0: must be"),
         ("xattention(stride=5)", "stride=5: must be one of"),
         ("xattention(p=1)", "unexpected keyword argument 'p'"),

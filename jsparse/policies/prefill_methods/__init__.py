@@ -7,6 +7,7 @@ import ast
 from collections.abc import Callable
 from difflib import get_close_matches
 
+from jsparse.policies.prefill_methods.auto import auto
 from jsparse.policies.prefill_methods.streaming import streaming
 from jsparse.policies.prefill_methods.vertical_slash import vertical_slash
 from jsparse.policies.prefill_methods.xattention import xattention
@@ -14,7 +15,7 @@ from jsparse.policy import PrefillMethod
 
 DENSE = "dense"
 METHODS: dict[str, Callable[..., PrefillMethod]] = {
-    build.__name__: build for build in (xattention, vertical_slash, streaming)
+    build.__name__: build for build in (auto, xattention, vertical_slash, streaming)
 }
 
 

@@ -5,11 +5,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float32
 
 from jsparse.hooks import ChunkView
-from jsparse.pallas_kernels.block_sparse_prefill.segments import BLOCK, segment
-
-# Key blocks per segment. With a stride of 8 and 8,192 queries of 32 heads, the logits of a segment
-# take 64 MB.
-SEGMENT = 32
+from jsparse.pallas_kernels.block_sparse_prefill.segments import (
+    BLOCK,
+    blocks_per_segment,
+    num_segments,
+    segment,
+)
 
 
 def antidiagonal_masses(view: ChunkView, stride: int) -> Float32[Array, "B N QB KB"]:
@@ -19,7 +20,7 @@ def antidiagonal_masses(view: ChunkView, stride: int) -> Float32[Array, "B N QB 
     antidiagonal; a softmax over the tiles of a row of tiles gives their weights, and a block has
     the sum of its tiles' weights. Tiles are those of positions if the chunk starts at a multiple of
     the stride; those that begin after their queries' first position have weight 0, and missing
-    tokens count as zero vectors.
+    tokens count as zero vectors. Logits have the queries' dtype.
     """
     q, kv, valid = view
     batch, tokens, heads, head_dim = q.shape
@@ -33,15 +34,15 @@ def antidiagonal_masses(view: ChunkView, stride: int) -> Float32[Array, "B N QB 
         *tiles.shape[:1], kv_heads, -1, nth.size // stride, stride * head_dim
     )
     starts = view.first[:, None] + nth[::stride]
-    size = min(SEGMENT, key_blocks)
     per_block = BLOCK // stride
+    size = blocks_per_segment(tiles.size // (stride * head_dim) * per_block, key_blocks)
 
     def step(at: Array, found: Array) -> Array:
         keys = segment(kv.k, kv, at * size, size)
         slots = at * size * BLOCK + jnp.arange(size * BLOCK, dtype=jnp.int32)
         keys = jnp.where((slots < kv.lengths[..., None])[..., None], keys, 0)
         columns = keys.reshape(batch, kv_heads, size * per_block, stride * head_dim)
-        logits = jnp.einsum("bkgrd,bkcd->bkgrc", tiles, columns, preferred_element_type=jnp.float32)
+        logits = jnp.einsum("bkgrd,bkcd->bkgrc", tiles, columns).astype(jnp.float32)
         begun = (slots[::stride] <= starts[..., None])[:, None, None]
         logits = jnp.where(begun, logits / (stride * head_dim**0.5), -jnp.inf)
         by_block = logits.reshape(*logits.shape[:-1], size, per_block)
@@ -50,8 +51,7 @@ def antidiagonal_masses(view: ChunkView, stride: int) -> Float32[Array, "B N QB 
 
     columns = -(-key_blocks // size) * size
     none = jnp.full((*tiles.shape[:-1], columns), -jnp.inf, jnp.float32)
-    segments = (jnp.max(kv.lengths) + size * BLOCK - 1) // (size * BLOCK)
-    found = jax.lax.fori_loop(0, segments, step, none)[..., :key_blocks]
+    found = jax.lax.fori_loop(0, num_segments(kv, size), step, none)[..., :key_blocks]
     weights = jax.nn.softmax(found, axis=-1)
     weights = jnp.where((nth[::stride] < valid[:, None])[:, None, None, :, None], weights, 0)
     return weights.reshape(batch, heads, query_blocks, per_block, key_blocks).sum(3)

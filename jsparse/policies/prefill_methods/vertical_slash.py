@@ -9,7 +9,7 @@ block of 128 queries has lines of its own, from its last queries, so that they d
 a prompt is cut into chunks or on later text. Lines are rounded to blocks of 128 keys.
 """
 
-from functools import partial
+from functools import partial, reduce
 from typing import NamedTuple
 
 import jax
@@ -17,10 +17,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int32
 
 from jsparse.builder import builder
-from jsparse.cache import read_heads
 from jsparse.hooks import ChunkView
 from jsparse.hyper_parameters import whole_number
-from jsparse.pallas_kernels.block_sparse_prefill import BLOCK
+from jsparse.pallas_kernels.block_sparse_prefill.segments import (
+    BLOCK,
+    blocks_per_segment,
+    num_segments,
+    segment,
+)
 from jsparse.policies.prefill_methods.streaming import sink_and_recent
 from jsparse.policy import PrefillMethod
 from jsparse.selection.threshold import top_k_mask
@@ -40,7 +44,7 @@ class Lines(NamedTuple):
 
 @builder
 def vertical_slash(
-    sink: int = 128, recent: int = 1024, vertical: int = 2048, slash: int = 2048, queries: int = 16
+    sink: int = 128, recent: int = 1024, vertical: int = 2048, slash: int = 2048, queries: int = 4
 ) -> PrefillMethod:
     """Attends to the strongest lines, the first `sink` tokens and at least the last `recent`.
 
@@ -62,47 +66,58 @@ def vertical_slash(
 
 
 def score(queries: int, view: ChunkView) -> Lines:
-    """Sums the attention of each block's newest queries along columns and diagonals."""
+    """Sums the attention of each block's newest queries along columns and diagonals.
+
+    Logits have the queries' dtype.
+    """
     q, kv, valid = view
     batch, tokens, heads, head_dim = q.shape
-    query_blocks, key_blocks = view.num_blocks
-    # padded to whole blocks
-    keys = jnp.pad(
-        read_heads(kv.k, kv), ((0, 0), (0, 0), (0, key_blocks * BLOCK - kv.capacity), (0, 0))
-    )
-    slots = jnp.arange(key_blocks * BLOCK, dtype=jnp.int32)
-    by_key, row = jnp.arange(batch)[:, None], jnp.arange(queries, dtype=jnp.int32)
+    kv_heads, (query_blocks, key_blocks) = kv.lengths.shape[1], view.num_blocks
+    start = BLOCK * jnp.arange(query_blocks, dtype=jnp.int32)
+    end = start + jnp.clip(valid[:, None] - start, 0, BLOCK)  # a prompt's last block may have few
+    at = end[..., None] + jnp.arange(-queries, 0, dtype=jnp.int32)
+    newest = q[jnp.arange(batch)[:, None, None], jnp.clip(at, 0, tokens - 1)]
+    newest = newest.reshape(*newest.shape[:3], kv_heads, -1, head_dim).transpose(0, 3, 1, 4, 2, 5)
+    # a query that is not the block's sees no key
+    position = jnp.where(at >= start[:, None], view.first[:, None, None] + at, -1)
+    size = blocks_per_segment(newest.size // head_dim * BLOCK, key_blocks)
+    width = size * BLOCK
 
-    def of_block(nth: Int32[Array, ""]) -> Lines:
-        end = jnp.clip(valid - nth * BLOCK, 0, BLOCK)  # a prompt's last block may have few
-        at = nth * BLOCK + end[:, None] - queries + row
-        part = q[by_key, jnp.clip(at, 0, tokens - 1)]
-        part = part.reshape(batch, queries, keys.shape[1], -1, head_dim)
-        logits = jnp.einsum("brkgh,bksh->bkgrs", part, keys, preferred_element_type=jnp.float32)
-        positions = view.first[:, None] + at
-        logits = jnp.where(
-            (slots <= positions[..., None])[:, None, None], head_dim**-0.5 * logits, -jnp.inf
+    def logits(nth: Int32[Array, ""]) -> Float32[Array, "B K QB G queries s"]:
+        keys = segment(kv.k, kv, nth * size, size)
+        found = jnp.einsum("bkigqh,bksh->bkigqs", newest, keys).astype(jnp.float32)
+        slots = nth * width + jnp.arange(width, dtype=jnp.int32)
+        seen = (slots <= position[..., None])[:, None, :, None]
+        return jnp.where(seen, head_dim**-0.5 * found, -jnp.inf)
+
+    def add(nth: Int32[Array, ""], total: Array) -> Array:
+        return jnp.logaddexp(total, jax.nn.logsumexp(logits(nth), axis=-1))
+
+    def strongest(nth: Int32[Array, ""], found: tuple[Lines, Array]) -> tuple[Lines, Array]:
+        lines, before = found
+        weights = jnp.exp(logits(nth) - total[..., None])
+        joined = jnp.concatenate([before, weights], axis=-1)
+        diagonals = reduce(jnp.add, (joined[..., row, row : row + width] for row in range(queries)))
+        new = Lines(*(_by_block(line) for line in (weights.sum(-2), diagonals)))
+        lines = jax.tree.map(
+            lambda line, part: jax.lax.dynamic_update_slice_in_dim(line, part, nth * size, -1),
+            lines,
+            new,
         )
-        real = (at >= nth * BLOCK)[:, None, None, :, None]
-        weights = jnp.where(real, jax.nn.softmax(logits, axis=-1), 0.0)
-        weights = weights.reshape(batch, heads, queries, -1)
-        return Lines(*(_strongest(lines.sum(2)) for lines in (weights, _diagonals(weights))))
+        return lines, weights[..., width - queries + 1 :]
 
-    lines = jax.lax.map(of_block, jnp.arange(query_blocks, dtype=jnp.int32))
-    return Lines(*(jnp.moveaxis(line, 0, 2) for line in lines))
-
-
-def _diagonals(weights: Float32[Array, "B N queries S"]) -> Float32[Array, "B N queries S"]:
-    """Moves each query's keys by its distance to the newest: a diagonal becomes a column."""
-    *heads, queries, size = weights.shape
-    rows = jnp.pad(weights, ((0, 0), (0, 0), (0, 0), (queries - 1, 0)))
-    # a row of one entry more moves each row by one from the row before
-    flat = jnp.pad(rows.reshape(*heads, -1), ((0, 0), (0, 0), (0, queries)))
-    return flat.reshape(*heads, queries, -1)[..., :size]
+    segments, rows = num_segments(kv, size), newest.shape[:-1]
+    total = jax.lax.fori_loop(0, segments, add, jnp.full(rows, -jnp.inf, jnp.float32))
+    total = jnp.where(total > -jnp.inf, total, 0.0)
+    none = jnp.zeros((*rows[:-1], -(-key_blocks // size) * size), jnp.float32)
+    before = jnp.zeros((*rows, queries - 1), jnp.float32)
+    lines, _ = jax.lax.fori_loop(0, segments, strongest, (Lines(none, none), before))
+    shape = batch, heads, query_blocks, key_blocks
+    return Lines(*(line[..., :key_blocks].swapaxes(2, 3).reshape(shape) for line in lines))
 
 
-def _strongest(lines: Float32[Array, "B N S"]) -> Float32[Array, "B N KB"]:
-    return lines.reshape(*lines.shape[:2], -1, BLOCK).max(-1)
+def _by_block(line: Float32[Array, "*rows s"]) -> Float32[Array, "*rows KB"]:
+    return line.reshape(*line.shape[:-1], -1, BLOCK).max(-1)
 
 
 def choose(
