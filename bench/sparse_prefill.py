@@ -120,7 +120,8 @@ def measure(context: int, chunk: int, table: str, implementation: str):
     yield timed("cudnn", HEADS * chunk * context, lambda *qkv: flash(*qkv)[0], q, *whole)
     attend = partial(block_sparse_prefill, implementation=implementation)
     yield timed("paged", HEADS * seen, attend, q, kv, valid)
-    listing = partial(lists, heads=HEADS, query_blocks=-(-chunk // BLOCK))
+    blocks = {"query_blocks": -(-chunk // BLOCK), "key_blocks": -(-context // BLOCK)}
+    listing = partial(lists, heads=HEADS, **blocks)
     for density in DENSITIES:
         chosen = jnp.asarray(draw(rng, density, context, chunk))
         listed = jax.jit(listing)(chosen, lengths[:, 0], valid)

@@ -25,20 +25,20 @@ class Lists(NamedTuple):
 
     Attributes:
         units: the fields of each `Unit`.
-        ids: the numbers of its blocks, ascending, then zeros; None if they are the first blocks.
+        ids: the numbers of its blocks, ascending, then any numbers.
     """
 
     units: Int32[Array, "units fields"]
-    ids: Int32[Array, "units KB"] | None
+    ids: Int32[Array, "units KB"]
 
 
 def lists(
     chosen: Bool[Array, "B N QB KB"] | None,
     lengths: Rows,
     valid: Rows,
-    *,
     heads: int,
     query_blocks: int,
+    key_blocks: int,
 ) -> Lists:
     """Lists the chosen blocks that start at or before the last token of their unit; None: all.
 
@@ -52,11 +52,14 @@ def lists(
     end = before[:, None] + jnp.minimum(token + BLOCK, valid[:, None])
     reached = jnp.where(token < valid[:, None], (end + BLOCK - 1) // BLOCK, 0)
     if chosen is None:  # the heads of a row are equal
-        ids, nth = None, jnp.arange(heads, dtype=jnp.int32)
+        # read as lists of chosen blocks are: the kernel is faster than if it counted itself
+        every = jnp.arange(key_blocks, dtype=jnp.int32)
+        ids = jnp.broadcast_to(every, (rows * heads * query_blocks, key_blocks))
+        nth = jnp.arange(heads, dtype=jnp.int32)
         pairs = (_longest_first(reached)[:, None] * heads + nth).reshape(-1)
         count = jnp.repeat(reached, heads, axis=0)[pairs].reshape(-1)
     else:
-        seen = jnp.arange(chosen.shape[3]) < reached[..., None]
+        seen = jnp.arange(key_blocks) < reached[..., None]
         listed = (chosen[:, :, ::-1] & seen[:, None]).reshape(rows * heads, query_blocks, -1)
         pairs = _longest_first(jnp.sum(listed, axis=2, dtype=jnp.int32))
         listed = listed[pairs].reshape(len(pairs) * query_blocks, -1)

@@ -58,7 +58,6 @@ def block_sparse_prefill(
         head_dim=head_dim,
         page_size=page_size,
         pages=kv.capacity // page_size,
-        has_ids=chosen is not None,
         has_table=kv.block_table is not None,
         stages=stages,
         dtype=q.dtype,
@@ -66,10 +65,10 @@ def block_sparse_prefill(
     )
     k, v = (pool.reshape(-1, problem.piece, head_dim) for pool in kv.arrays)
     q = jnp.pad(q, ((0, 0), (0, padded - tokens), (0, 0), (0, 0)))
-    work = lists(chosen, kv.lengths[:, 0], valid, heads=heads, query_blocks=query_blocks)
-    table = None if kv.block_table is None else kv.block_table.reshape(batch * kv_heads, -1)
-    given = (array for array in (q, k, v, *work, table) if array is not None)
-    return _kernel(problem)(*given)[:, :tokens]
+    blocks = query_blocks, -(-kv.capacity // BLOCK)
+    work = lists(chosen, kv.lengths[:, 0], valid, heads, *blocks)
+    tables = () if kv.block_table is None else (kv.block_table.reshape(batch * kv_heads, -1),)
+    return _kernel(problem)(q, k, v, *work, *tables)[:, :tokens]
 
 
 @cache
@@ -81,7 +80,7 @@ def _kernel(p: Problem):
         unit = Unit(*(g.units[nth, i] for i in range(len(Unit._fields))))
 
         def listed(at: Any) -> Any:
-            return g.ids[nth, at] if p.has_ids else at
+            return g.ids[nth, at]
 
         # twice 128 threads with 232 registers and 128 with 40 use 64,512 of 65,536
         @pl.when(lax.axis_index("warpgroup") < HALVES)

@@ -20,7 +20,6 @@ class Problem(NamedTuple):
     Attributes:
         tokens: T, rounded up to whole blocks.
         pages: M.
-        has_ids: whether units list their blocks; otherwise they take the first ones.
         has_table: whether pages have a block table; otherwise a head's are adjacent.
         stages: blocks of K, and of V, in flight to shared memory.
         interpret: whether the interpreter runs the kernel, on any machine.
@@ -33,7 +32,6 @@ class Problem(NamedTuple):
     head_dim: int
     page_size: int
     pages: int
-    has_ids: bool
     has_table: bool
     stages: int
     dtype: Any
@@ -67,15 +65,14 @@ class GlobalRefs(NamedTuple):
     k: Any  # [pieces, piece, H]
     v: Any  # [pieces, piece, H]
     units: Any  # [units, fields]: see `Unit`
-    ids: Any  # [units, KB]; None: the first blocks
+    ids: Any  # [units, KB]
     table: Any  # [B · K, M]; None: the identity
     o: Any  # [B, T, N, H]
 
     @classmethod
     def of(cls, p: Problem, refs: tuple[Any, ...]) -> "GlobalRefs":
         """Names the launch's refs, which are in the order of the fields."""
-        missing = {"ids": not p.has_ids, "table": not p.has_table}
-        there = (name for name in cls._fields if not missing.get(name))
+        there = (name for name in cls._fields if p.has_table or name != "table")
         return cls(**dict.fromkeys(cls._fields) | dict(zip(there, refs, strict=True)))
 
 

@@ -48,12 +48,14 @@ def test_lists_have_the_reached_blocks_in_ascending_order():
     rows = (200, 190), (0, 256), (0, 0), (310, 2)
     inputs = Case("", rows=rows, tokens=256, num_pages=25).build(1)
     _, kv, valid, chosen = inputs
-    size = {"heads": chosen.shape[1], "query_blocks": chosen.shape[2]}
-    made = jax.jit(partial(lists, **size))(chosen, kv.lengths[:, 0], valid)
-    every = jax.jit(partial(lists, **size))(jnp.ones_like(chosen), kv.lengths[:, 0], valid)
-    units_alone = jax.jit(partial(lists, **size))(None, kv.lengths[:, 0], valid)
-    assert units_alone.ids is None
-    np.testing.assert_array_equal(units_alone.units, every.units)
+    names = ("heads", "query_blocks", "key_blocks")
+    of = jax.jit(partial(lists, **dict(zip(names, chosen.shape[1:], strict=True))))
+    made, every, without = (
+        of(marks, kv.lengths[:, 0], valid) for marks in (chosen, jnp.ones_like(chosen), None)
+    )
+    np.testing.assert_array_equal(without.units, every.units)
+    first = np.arange(chosen.shape[3]) < every.units[:, Unit._fields.index("blocks")][:, None]
+    np.testing.assert_array_equal(np.where(first, without.ids, 0), every.ids)
     units, sums = [Unit(*unit) for unit in made.units.tolist()], np.zeros(chosen.shape[:2], int)
     for unit, ids in zip(units, made.ids, strict=True):
         before, held = int(kv.lengths[unit.row, 0] - valid[unit.row]), int(valid[unit.row])
