@@ -26,9 +26,9 @@ from jsparse.runtime.session import Session
 from jsparse.text.prompts import tokenizer_of
 
 METHODS = (
-    "xattention(threshold=0.8)",
-    "xattention(threshold=0.9)",
-    "xattention(threshold=0.95)",
+    "xattention(threshold=0.8, stride=8)",
+    "xattention(threshold=0.9, stride=8)",
+    "xattention(threshold=0.95, stride=8)",
     "xattention(threshold=0.9, stride=16)",
     "vertical_slash()",
     "streaming()",

@@ -115,7 +115,7 @@ def generate(
             measured to be fastest for these sizes.
         prefill: how prompts attend to themselves: "dense"; "xattention(threshold=0.9)",
             "vertical_slash(…)" or "streaming(sink, recent)", which leave out blocks of 128 tokens;
-            or a PrefillMethod.
+            "auto": the first of these, from where it saves time; or a PrefillMethod.
         exact: whether the policy only drafts, and dense attention verifies the drafts. The text is
             then that of dense attention, greedy or sampled, and the policy only saves time; after a
             sparse `prefill`, that of dense decode steps.

@@ -108,7 +108,8 @@ PrefillOption = Annotated[
     Option(
         metavar="<method>",
         help="How prompts attend to themselves: dense, or sparsely by 'xattention(threshold=0.9)', "
-        "'vertical_slash(sink=128, recent=1024)' or 'streaming(sink=128, recent=4096)'.",
+        "'vertical_slash(sink=128, recent=1024)' or 'streaming(sink=128, recent=4096)'; 'auto': by "
+        "the first of these, from where it saves time.",
     ),
 ]
 # for commands that compare policies with dense attention

@@ -19,8 +19,8 @@ def sparse_prefill(policy: Policy, method: str = "xattention(threshold=0.9)") ->
 
     Args:
         policy: the policy that decodes.
-        method: "xattention(threshold, stride)", "vertical_slash(sink, recent, vertical, slash)" or
-            "streaming(sink, recent)"; "dense" for none.
+        method: "auto", "xattention(threshold, stride)", "streaming(sink, recent)" or
+            "vertical_slash(sink, recent, vertical, slash)"; "dense" for none.
     """
     require_policy("policy", policy)
     return _with(policy, as_method(method))

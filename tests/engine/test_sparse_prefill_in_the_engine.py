@@ -42,9 +42,9 @@ def test_cached_prefix_gives_the_bits_of_a_prompt_alone(rows):
     assert longer.outputs[0].token_ids == made.token_ids
     assert_at_rest(llm)
     name, sentence = describe(SimpleNamespace(engine=llm.engine))
-    assert name == "sparse_prefill(quest(budget=32), method='xattention(threshold=0.5, stride=8)')"
+    assert name == "sparse_prefill(quest(budget=32), method='xattention(threshold=0.5, stride=16)')"
     assert sentence.endswith(
-        "prefill to the blocks that xattention(threshold=0.5, stride=8) chooses."
+        "prefill to the blocks that xattention(threshold=0.5, stride=16) chooses."
     )
 
 

@@ -137,7 +137,7 @@ def test_auto_chooses_from_a_position_on(monkeypatch, start):
 
 
 def test_expressions_build_equal_methods_and_policies():
-    assert as_method("xattention") is as_method("xattention(0.9, stride=8)")
+    assert as_method("xattention") is as_method("xattention(0.9, stride=16)")
     assert as_method("dense") is None
     joined = with_prefill("quest(budget=64)", "streaming(128, 512)")
     assert joined is jsparse.sparse_prefill(jsparse.quest(64), "streaming(sink=128, recent=512)")

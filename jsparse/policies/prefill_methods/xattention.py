@@ -21,7 +21,7 @@ from jsparse.selection.threshold import top_p_mask
 
 
 @builder
-def xattention(threshold: float = 0.9, stride: int = 8) -> PrefillMethod:
+def xattention(threshold: float = 0.9, stride: int = 16) -> PrefillMethod:
     """Attends to the fewest blocks whose estimated attention reaches a share of the whole.
 
     Args:
