@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
 from jsparse.pallas_kernels.block_sparse_prefill.problem import BLOCK
+from jsparse.pallas_kernels.threshold_select import Threshold, threshold_select
 from jsparse.shapes import Rows
 
 
@@ -82,7 +83,7 @@ def _longest_first(counts: Int32[Array, "items QB"]) -> Int32[Array, "items"]:
 
 
 def _ids(listed: Bool[Array, "units KB"]) -> Int32[Array, "units KB"]:
-    """Returns the numbers of the listed blocks, ascending, then zeros."""
-    nth, ids = jnp.arange(len(listed)), jnp.arange(listed.shape[1], dtype=jnp.int32)
-    place = jnp.where(listed, jnp.cumsum(listed, axis=1, dtype=jnp.int32) - 1, ids.size)
-    return jnp.zeros(listed.shape, jnp.int32).at[nth[:, None], place].set(ids, mode="drop")
+    """Returns the numbers of the listed blocks, ascending, then any numbers."""
+    marks = listed[None, :, None].astype(jnp.float32)
+    rule = Threshold(0.5)  # of a unit without blocks, it lists one
+    return threshold_select(marks, rule, capacity=listed.shape[1], weights="raw").ids[0]

@@ -87,14 +87,14 @@ def test_antidiagonals_of_tiles_score_blocks(stride):
 
 @pytest.mark.usefixtures("short_segments")
 def test_lines_are_the_strongest_columns_and_diagonals_of_each_block():
-    expression = "vertical_slash(sink=0, recent=1, vertical=128, slash=128, queries=5)"
+    expression = "vertical_slash(sink=0, recent=1, vertical=128, slash=128, queries=40)"
     view, scores, chosen = chosen_by(expression)
     for b, n, q, k in tokens_of(view):
         first = len(k) - len(q)
         for block in range(-(-len(q) // BLOCK)):
             newest = min((block + 1) * BLOCK, len(q)) - 1
             columns, diagonals = {}, {}
-            for t in range(max(newest - 4, block * BLOCK), newest + 1):
+            for t in range(max(newest - 39, block * BLOCK), newest + 1):
                 logits = k[: first + t + 1] @ q[t] / np.sqrt(q.shape[1])
                 weights = np.exp(logits - logits.max())
                 for s, weight in enumerate(weights / weights.sum()):

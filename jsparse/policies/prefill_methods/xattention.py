@@ -15,9 +15,9 @@ from jaxtyping import Array, Bool, Float32
 from jsparse.builder import builder
 from jsparse.hooks import ChunkView
 from jsparse.hyper_parameters import number_in, one_of
+from jsparse.pallas_kernels.threshold_select import TopP, threshold_select
 from jsparse.policies.prefill_methods.masses import antidiagonal_masses
 from jsparse.policy import PrefillMethod
-from jsparse.selection.threshold import top_p_mask
 
 
 @builder
@@ -48,4 +48,21 @@ def choose(
     rest = jnp.sum(others, -1)
     missing = threshold * (held + rest) - held
     share = missing / jnp.where(rest > 0, rest, 1.0)
-    return always | ((missing > 0)[..., None] & top_p_mask(others, share))
+    return always | ((missing > 0)[..., None] & heaviest(others, share))
+
+
+def heaviest(
+    weights: Float32[Array, "B N QB KB"], share: Float32[Array, "B N QB"]
+) -> Bool[Array, "B N QB KB"]:
+    """Marks the fewest blocks with a share of a row's weight."""
+    batch, blocks = weights.shape[0], weights.shape[-1]
+    found = threshold_select(
+        weights.reshape(batch, -1, 1, blocks),
+        TopP(share.reshape(batch, -1)),
+        capacity=blocks,
+        weights="raw",
+    )
+    listed = jnp.arange(blocks) < found.count[..., None]
+    at = jnp.where(listed, found.ids, blocks).reshape(-1, blocks)
+    nth = jnp.arange(len(at))[:, None]
+    return jnp.zeros(at.shape, bool).at[nth, at].set(True, mode="drop").reshape(weights.shape)
