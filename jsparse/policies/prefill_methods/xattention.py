@@ -47,7 +47,7 @@ def choose(
     others = jnp.where(always, 0.0, scores)
     rest = jnp.sum(others, -1)
     missing = threshold * (held + rest) - held
-    share = missing / jnp.where(rest > 0, rest, 1.0)
+    share = jnp.clip(missing / jnp.where(rest > 0, rest, 1.0), 0.0, 1.0)
     return always | ((missing > 0)[..., None] & heaviest(others, share))
 
 
